@@ -1,0 +1,57 @@
+"""The errors a user may meet: each is one sentence that says what happened, to what, and what to do."""
+
+
+class PgwalError(Exception):
+    """Something the pipeline cannot go on from; the message is the whole explanation.
+
+    `exit_code` is what `pgwal` ends with. `transient` says that the same work may succeed when tried again.
+    """
+
+    exit_code = 1
+    transient = False
+
+
+class SettingError(PgwalError):
+    """A wrong or missing setting; names the variable and what it takes."""
+
+    exit_code = 2
+
+
+class SourceUnavailable(PgwalError):
+    """The source cannot be reached now, or the connection to it broke."""
+
+    transient = True
+
+
+class SourceRefused(PgwalError):
+    """The source is reached but is not as it must be: a privilege, `wal_level`, a missing table, a full slot table."""
+
+
+class SlotBusy(PgwalError):
+    """Another drain holds the slot; names who."""
+
+    transient = True
+
+
+class SlotLost(PgwalError):
+    """The slot is gone, lost, or stands where the lake has no rows for: a gap that only a new snapshot can close."""
+
+
+class BlockedByTransaction(PgwalError):
+    """Old transactions on the source did not end within `PGWAL_BLOCKED_TIMEOUT`; names pid, age and query."""
+
+
+class LakeError(PgwalError):
+    """The lake cannot be read or written, or it is another source's."""
+
+
+class DecodeError(PgwalError):
+    """A message of the stream that cannot be read; the message shows its position and its bytes."""
+
+
+class TableError(PgwalError):
+    """One table cannot be followed; the others can. `table` is its quoted name."""
+
+    def __init__(self, table: str, message: str) -> None:
+        super().__init__(message)
+        self.table = table

@@ -1,0 +1,54 @@
+"""Named points where a test can stop or delay the program, to prove what a crash there leaves behind.
+
+`PGWAL_FAILPOINTS="drain.before_confirm=kill;publish.between_tables=sleep:5;stream.read=kill@3"`: `kill` is SIGKILL to this process,
+`error` raises, `sleep:SECONDS` waits, `exit` leaves without clean-up; `@N` acts at the N-th passing only. `touch:PATH` makes an empty file and then
+waits until it is removed. Without the variable a point costs one dictionary look-up.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+_VARIABLE = "PGWAL_FAILPOINTS"
+
+
+def _parse(text: str) -> dict[str, tuple[str, int]]:
+    points = {}
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        name, _, action = entry.partition("=")
+        action, _, nth = action.partition("@")
+        points[name] = (action, int(nth or 0))
+    return points
+
+
+_points = _parse(os.environ.get(_VARIABLE, ""))
+_passed: dict[str, int] = {}
+
+
+def hit(name: str) -> None:
+    """Pass the point `name`: nothing happens unless `PGWAL_FAILPOINTS` asks for it."""
+    action = _points.get(name)
+    if action is None:
+        return
+    _passed[name] = _passed.get(name, 0) + 1
+    what, nth = action
+    if nth and _passed[name] != nth:
+        return
+    verb, _, argument = what.partition(":")
+    match verb:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(70)
+        case "error":
+            raise RuntimeError(f"failpoint {name}")
+        case "sleep":
+            time.sleep(float(argument))
+        case "touch":
+            marker = Path(argument)
+            marker.touch()
+            while marker.exists():
+                time.sleep(0.02)
+        case _:
+            raise ValueError(f"{_VARIABLE}: {what!r} is no action of {name}")

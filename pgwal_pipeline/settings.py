@@ -1,0 +1,146 @@
+"""Every setting, its default and its meaning, once.
+
+Sizes and durations are written as Postgres writes them: `16MB` (1 kB is 1024 bytes), `500ms`, `60s`, `10min`, `2h`, `7d`.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
+
+from pgwal_pipeline.errors import SettingError
+
+PREFIX = "PGWAL_"
+
+_UNITS = {"B": 1, "": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
+_SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_size(value: Any) -> Any:
+    """Bytes from `16MB`; a number is bytes already."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?[bB]?)\s*", value)
+    unit = match[2].upper() if match else ""
+    if match is None or unit not in _UNITS:
+        raise ValueError("a size such as 16MB or 1GB")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def parse_duration(value: Any) -> Any:
+    """Seconds from `10min`; a number is seconds already."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|)\s*", value)
+    if match is None:
+        raise ValueError("a duration such as 500ms, 60s, 10min, 2h or 7d")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def _parse_conf(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        conf = json.loads(value)
+    except ValueError:
+        conf = None
+    if not isinstance(conf, dict) or not all(isinstance(item, (str, int, float, bool)) for item in conf.values()):
+        raise ValueError('a JSON object of Spark settings such as {"spark.driver.memory": "4g"}')
+    return {str(name): json.dumps(item) if isinstance(item, bool) else str(item) for name, item in conf.items()}
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+
+
+class Settings(BaseModel):
+    """Everything that a run needs to know. Frozen; made once at the edge by `from_environment`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source_dsn: Annotated[
+        SecretStr | None, Field(description="libpq string or URI of the source; PG* variables, PGPASSFILE and service files as libpq has them")
+    ] = None
+    lake: Annotated[str, Field(description="folder or s3://bucket/prefix (then the usual AWS_* variables)")] = "./lake"
+    slot: Annotated[str, Field(description="the replication slot: lower-case letters, digits and underscores, at most 50 of them")] = "pgwal"
+    publication: Annotated[str, Field(description="the publication's name, at most 63 bytes")] = "pgwal"
+    tables: Annotated[str, Field(description="comma-separated schema.table globs such as shop.*,public.orders")] = "*.*"
+    lag_threshold: Annotated[Size, Field(ge=0, description="a size such as 16MB")] = 16 << 20
+    max_staleness: Annotated[Duration, Field(ge=0, description="a duration such as 60s")] = 60.0
+    busy_timeout: Annotated[Duration, Field(ge=0, description="a duration such as 60s")] = 60.0
+    blocked_timeout: Annotated[Duration, Field(ge=0, description="a duration such as 10min")] = 600.0
+    catchup_threshold: Annotated[Size, Field(ge=0, description="a size such as 1GB")] = 1 << 30
+    catchup_slots: Annotated[int, Field(ge=0, le=64, description="a number from 0 to 64")] = 2
+    on_slot_loss: Annotated[Literal["stop", "resnapshot"], Field(description="stop or resnapshot")] = "stop"
+    on_rewrite: Annotated[Literal["resnapshot", "ignore"], Field(description="resnapshot or ignore")] = "resnapshot"
+    snapshot_workers: Annotated[int, Field(ge=1, le=64, description="a number from 1 to 64")] = 2
+    snapshot_chunk_rows: Annotated[int, Field(ge=1, description="a number of rows, at least 1")] = 500_000
+    memory_budget: Annotated[Size, Field(ge=1 << 20, description="a size of at least 1MB such as 256MB")] = 256 << 20
+    raw_retention: Annotated[Duration, Field(ge=0, description="a duration such as 7d")] = 7 * 86400.0
+    spark_master: Annotated[str, Field(min_length=1, description="a Spark master such as local[*] or spark://host:7077")] = "local[*]"
+    spark_remote: Annotated[str | None, Field(pattern=r"\Asc://", description="a Spark Connect address such as sc://host:15002")] = None
+    spark_conf: Annotated[
+        dict[str, str], BeforeValidator(_parse_conf), Field(description='a JSON object of Spark settings such as {"spark.driver.memory": "4g"}')
+    ] = Field(default_factory=dict)
+
+    @field_validator("slot")
+    @classmethod
+    def _slot_name(cls, value: str) -> str:
+        if not re.fullmatch(r"[a-z0-9_]{1,50}", value):
+            raise ValueError
+        return value
+
+    @field_validator("publication")
+    @classmethod
+    def _publication_name(cls, value: str) -> str:
+        if not 1 <= len(value.encode()) <= 63 or "\0" in value:
+            raise ValueError
+        return value
+
+    @field_validator("tables")
+    @classmethod
+    def _table_globs(cls, value: str) -> str:
+        if not all(re.fullmatch(r"[^.]+\..+", glob.strip()) for glob in value.split(",")):
+            raise ValueError
+        return value
+
+    @field_validator("lake")
+    @classmethod
+    def _lake_uri(cls, value: str) -> str:
+        if re.fullmatch(r"s3a?://[^/]+(/.*)?", value):
+            return "s3://" + value.split("://", 1)[1].rstrip("/")
+        if value.strip() == "" or "://" in value:
+            raise ValueError
+        return str(Path(value).expanduser().absolute())
+
+    @property
+    def dsn(self) -> str:
+        """The source's connection string; libpq's own variables fill what it leaves out. Raises SettingError where nothing names a source."""
+        if self.source_dsn is not None:
+            return self.source_dsn.get_secret_value()
+        if any(os.environ.get(name) for name in ("PGHOST", "PGHOSTADDR", "PGSERVICE", "PGDATABASE")):
+            return ""
+        raise SettingError(
+            "PGWAL_SOURCE_DSN is not set; it takes the source's libpq string or URI, such as postgresql://user@host/database."
+        )
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **overrides: Any) -> Self:
+        """Read the `PGWAL_*` variables; empty ones count as unset, `overrides` win. Raises SettingError naming the variable."""
+        environment = os.environ if environment is None else environment
+        values: dict[str, Any] = {
+            name: environment[PREFIX + name.upper()] for name in cls.model_fields if environment.get(PREFIX + name.upper(), "") != ""
+        }
+        try:
+            return cls(**(values | overrides))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0])
+            field = cls.model_fields.get(name)
+            takes = field.description if field is not None else "no value: there is no such setting"
+            shown = "" if name == "source_dsn" else f" is {str(first['input'])[:80]!r}, but it"
+            raise SettingError(f"{PREFIX}{name.upper()}{shown} takes {takes}.") from None
