@@ -1,0 +1,257 @@
+"""Connections to the source, and what to say when there is none.
+
+Every session that reads values pins the settings on which Postgres's text output depends, so that a snapshot and the stream write one and
+the same text for one value, whatever the server, the database or the role have as their defaults.
+"""
+
+import os
+import re
+from typing import Any
+
+import psycopg
+from psycopg import conninfo, errors, pq
+from psycopg.pq.abc import PGconn
+
+from pgwal_pipeline.errors import PgwalError, SettingError, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
+from pgwal_pipeline.relation import quote_ident
+
+_VARIABLE = "PGWAL_SOURCE_DSN"
+
+# Time-outs are off because the bounds are ours: a role's statement_timeout would end a long COPY, an idle one the connection that guards
+# the slot.
+_PINNED = (
+    "SET client_encoding = 'UTF8'",
+    "SET DateStyle = 'ISO, YMD'",
+    "SET IntervalStyle = 'postgres'",
+    "SET TimeZone = 'UTC'",
+    "SET extra_float_digits = 1",
+    "SET bytea_output = 'hex'",
+    "SET lc_monetary = 'C'",
+    "SET search_path = 'pg_catalog'",
+    "SET quote_all_identifiers = off",
+    "SET standard_conforming_strings = on",
+    "SET statement_timeout = 0",
+    "SET idle_in_transaction_session_timeout = 0",
+    "SET idle_session_timeout = 0",
+)
+_PINNED_FROM_17 = ("SET transaction_timeout = 0",)
+
+_DEFAULTS = {
+    "client_encoding": "UTF8",
+    "keepalives": "1",
+    "keepalives_idle": "30",
+    "keepalives_interval": "10",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "60000",
+}
+
+
+class _Handle(psycopg.Connection[Any]):
+    """A connection that is only made here; its PGconn lives on by itself, so being collected while it is open is no mistake."""
+
+    def __del__(self, *_: object) -> None:
+        return
+
+
+def connect(dsn: str, *, application: str = "pgwal", autocommit: bool = True, **overrides: Any) -> psycopg.Connection[tuple[Any, ...]]:
+    """Connect to the source for SQL, with the text output settings pinned.
+
+    `dsn` is a libpq string or URI, "" for what libpq's own variables say; `overrides` are libpq parameters that win over it.
+    `application` is the application name where the DSN and `PGAPPNAME` give none. Rows are tuples. Gives up a host after
+    `connect_timeout` (10 s unless the DSN or `PGCONNECT_TIMEOUT` says otherwise).
+
+    Raises SettingError when the DSN cannot be read, SourceUnavailable when the server cannot be reached now, SourceRefused when it turns
+    the connection down.
+    """
+    parameters = _parameters(dsn, application, overrides)
+    try:
+        connection = psycopg.Connection.connect(conninfo.make_conninfo("", **parameters), autocommit=True)
+    except psycopg.Error as error:
+        raise _connection_failure(error, parameters) from None
+    try:
+        connection.execute(pinned_settings(connection.info.server_version))
+        connection.autocommit = autocommit
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, psycopg.Error):
+            raise translate(error) from error
+        raise
+    return connection
+
+
+def replication_connection(dsn: str, *, application: str = "pgwal", **overrides: Any) -> PGconn:
+    """Connect to the source's walsender (`replication=database`), with the text output settings pinned.
+
+    The connection is in libpq's non-blocking mode: `flush()` after a `put_copy_data`. The caller ends it with `finish()`. Raises as
+    `connect` does; SourceRefused also where the role may not replicate or all walsenders are taken.
+    """
+    parameters = _parameters(dsn, application, overrides | {"replication": "database"})
+    try:
+        handle = _Handle.connect(conninfo.make_conninfo("", **parameters), autocommit=True)
+    except psycopg.Error as error:
+        raise _connection_failure(error, parameters) from None
+    try:
+        handle.execute(pinned_settings(handle.info.server_version))
+    except BaseException as error:
+        handle.close()
+        if isinstance(error, psycopg.Error):
+            raise translate(error) from error
+        raise
+    return handle.pgconn
+
+
+def pinned_settings(server_version: int) -> bytes:
+    """The SQL that pins what a session's text output and its time-outs depend on; `server_version` as in `server_version_num`."""
+    return "; ".join(_PINNED + (_PINNED_FROM_17 if server_version >= 170000 else ())).encode()
+
+
+def describe_dsn(dsn: str) -> str:
+    """`user@host:port/database`, without any secret, what the DSN leaves out filled in as libpq does. Raises SettingError."""
+    return _describe(parse_dsn(dsn))
+
+
+def parse_dsn(dsn: str) -> dict[str, str]:
+    """The libpq parameters that `dsn` gives. Raises SettingError when libpq could not connect with them whatever the server says.
+
+    Nothing of the DSN is repeated in the message: in a URI whose password is not percent-encoded any part may be a piece of it.
+    """
+    try:
+        parameters = {name: str(value) for name, value in conninfo.conninfo_to_dict(dsn).items() if value is not None}
+    except psycopg.Error:
+        raise SettingError(
+            f"{_VARIABLE} cannot be read as a connection string; it takes a libpq string (host=… dbname=… user=…) or a URI "
+            "(postgresql://user@host:port/database) in which special characters of the password are percent-encoded."
+        ) from None
+    if re.match(r"postgres(ql)?://", dsn) and ("@" in parameters.get("dbname", "") or "@" in parameters.get("host", "")[1:]):
+        raise SettingError(
+            f"{_VARIABLE} is a URI whose user or password holds a special character; write it percent-encoded (/ as %2F, @ as %40)."
+        )
+    ports = parameters.get("port", "")
+    if not all(re.fullmatch(r"|\d{1,5}", port) and 0 < int(port or 5432) < 65536 for port in ports.split(",")):
+        raise SettingError(
+            f"{_VARIABLE} has a port that is not a number from 1 to 65535; in a URI, special characters of a password are percent-encoded."
+        )
+    return parameters
+
+
+def translate(error: psycopg.Error, doing: str = "") -> PgwalError:
+    """What to raise for an error that the server or libpq reports in mid-work; `doing` says at what, such as "reading shop.orders".
+
+    SourceUnavailable where the same work may succeed later (connection lost, server shutting down, cancelled, deadlock, locks, too many
+    connections), SlotBusy for a slot in use, SlotLost for a slot whose WAL is gone, SourceRefused for the rest.
+    """
+    where = f" while {doing}" if doing else ""
+    state = error.sqlstate or ""
+    said = _one_line(error.diag.message_primary or "")
+    if not state:
+        reason = _one_line(str(error)) or "no reason given"
+        return SourceUnavailable(f"The connection to the source was lost{where}: {reason}; run it again when the source is back.")
+    if isinstance(error, errors.ObjectInUse):
+        return SlotBusy(f"The source says{where}: {said}.")
+    if state == "58P01" or "requested WAL segment" in said or "can no longer" in said:
+        return SlotLost(f"The source no longer has the WAL that is needed{where}: {said}.")
+    if state[:2] in ("08", "40", "53", "57") or state == "55P03":
+        return SourceUnavailable(f"The source broke off{where}: {said}; run it again.")
+    hint = _one_line(error.diag.message_hint or "")
+    return SourceRefused(f"The source refused{where}: {said}{f' ({hint})' if hint else ''}.")
+
+
+def _parameters(dsn: str, application: str, overrides: dict[str, Any]) -> dict[str, str]:
+    given = parse_dsn(dsn)
+    defaults = _DEFAULTS | {"fallback_application_name": application}
+    if not os.environ.get("PGCONNECT_TIMEOUT"):
+        defaults["connect_timeout"] = "10"
+    # The encoding is not the user's choice: the decoder reads UTF-8.
+    return defaults | given | {name: str(value) for name, value in overrides.items()} | {"client_encoding": "UTF8"}
+
+
+def _describe(parameters: dict[str, str]) -> str:
+    filled = {option.keyword.decode(): option.val.decode() for option in pq.Conninfo.get_defaults() if option.val is not None} | parameters
+    if "service" in filled and not {"host", "hostaddr"} & filled.keys():
+        return f"service {filled['service']}"
+    host = filled.get("host") or filled.get("hostaddr") or "localhost"
+    user = filled.get("user", "")
+    return f"{user}@{host}:{filled.get('port', '5432')}/{filled.get('dbname') or user}"
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip().rstrip(".")
+
+
+# What the server says when it turns a connection down (its message, what to do). Servers that speak another language fall through to the
+# general sentence, which carries their own words.
+_REFUSALS = (
+    (
+        r"password authentication failed for user|no password supplied|empty password",
+        "the password of {user} is missing or wrong; give it in " + _VARIABLE + ", PGPASSWORD or PGPASSFILE",
+    ),
+    (r"(peer|ident) authentication failed", "{said}; connect over TCP with a password, or let the server's pg_hba.conf trust this user"),
+    (r'role "(.*)" does not exist', "there is no role {user}; correct the user in " + _VARIABLE + " or create the role"),
+    (r'database "(.*)" does not exist', "there is no database {dbname} on it; correct the database in " + _VARIABLE),
+    (r"no pg_hba.conf entry|rejects connection", "{said}; let its pg_hba.conf admit this user from here"),
+    (
+        r'permission denied for database "',
+        "{user} may not connect to database {dbname}; run GRANT CONNECT ON DATABASE {dbname_sql} TO {user_sql}",
+    ),
+    (r"not permitted to log in", "{user} may not log in; run ALTER ROLE {user_sql} LOGIN"),
+    (
+        r"permission denied to start WAL sender|must be superuser or replication role",
+        "{user} may not replicate; run ALTER ROLE {user_sql} REPLICATION (on a managed service grant its replication role instead)",
+    ),
+    (r"max_wal_senders", "all its walsenders are taken; raise max_wal_senders or end one that is not needed"),
+)
+# Turned down now, perhaps not in a moment.
+_PASSING = re.compile(
+    r"too many clients|connection slots|too many connections|terminating connection"
+    r"|is (starting up|shutting down|in recovery mode|not yet accepting|not accepting)"
+)
+_UNUSABLE = re.compile(
+    r"definition of service|service file|invalid (\w+) value|invalid integer value|invalid connection option|could not match \d+"
+    r"|(root )?certificate file|certificate revocation list|private key file|sslmode|sslrootcert"
+)
+
+
+def _connection_failure(error: psycopg.Error, parameters: dict[str, str]) -> PgwalError:
+    text = str(error)
+    source = _describe(parameters)
+    # libpq's own complaints about the parameters; they may quote a value, which may be a piece of a password.
+    match = _UNUSABLE.search(text)
+    if match is not None and "FATAL" not in text and "SSL error" not in text:
+        option = re.search(r'(?:connection option|invalid) "?(\w+)"?', text)
+        about = f" (its {option[1]})" if option else ""
+        if match[0].startswith(("definition of", "service file")):
+            about = " (its service is not in the service file)"
+        elif "file" in match[0]:
+            about = " (a certificate or key file cannot be read)"
+        return SettingError(f"{_VARIABLE} or libpq's own variables hold something libpq cannot use{about}; correct it.")
+    fatal = re.search(r"(?:FATAL|ERROR):\s+([^\n]+)", text)
+    said = _one_line(fatal[1]) if fatal else _last_reason(text)
+    password = parameters.get("password") or os.environ.get("PGPASSWORD")
+    if password and password in said and password not in source:
+        said = "(its message is not shown, as it quotes the password)"
+    values = {"said": said, "user": parameters.get("user") or _fill("user"), "dbname": parameters.get("dbname") or _fill("dbname")}
+    values |= {"user_sql": quote_ident(values["user"]), "dbname_sql": quote_ident(values["dbname"])}
+    if _PASSING.search(said):
+        return SourceUnavailable(f"The source {source} takes no connection now: {said}; try again in a while.")
+    for pattern, advice in _REFUSALS:
+        if re.search(pattern, said, re.IGNORECASE):
+            return SourceRefused(f"The source {source} refused the connection: {advice.format(**values)}.")
+    if fatal:
+        return SourceRefused(f"The source {source} refused the connection: {said}.")
+    return SourceUnavailable(f"The source {source} cannot be reached: {said}; check {_VARIABLE} and that the server is up.")
+
+
+def _last_reason(text: str) -> str:
+    """The reason in libpq's account of its attempts, without the addresses, which the sentence names already."""
+    reasons = re.findall(r"(?:failed: |is bad: |could not )((?:(?!connection to server)[^\n])+)", text)
+    if not reasons:
+        return _one_line(text)
+    reason = next((line for line in reversed(text.splitlines()) if "could not translate" in line), None)
+    if reason is not None:
+        return "its host name is not known" + (" now" if "Temporary" in reason else "")
+    return _one_line(reasons[-1])
+
+
+def _fill(keyword: str) -> str:
+    defaults = {option.keyword: option.val for option in pq.Conninfo.get_defaults()}
+    return (defaults.get(keyword.encode()) or defaults.get(b"user") or b"").decode()
