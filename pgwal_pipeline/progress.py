@@ -1,0 +1,203 @@
+"""How far a piece of work has come, told to whoever watches: a terminal, a Dagster run's log, or nobody.
+
+The pipeline calls `stage` as often as it likes, from any thread; each watcher decides how much of it to show.
+"""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+import rich.progress
+from rich.console import Console
+
+_QUIET_SECONDS = 10.0  # between two lines about one stage, where lines stay
+
+
+class Progress(Protocol):
+    """What a long piece of work says on its way."""
+
+    def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
+        """`done` of `total` `unit`s of the stage `name` are done; `total` is None where nobody knows it."""
+
+    def warn(self, text: str) -> None:
+        """Something a person should know of, though the work goes on."""
+
+    def say(self, text: str) -> None:
+        """A step that was taken."""
+
+
+class Silent:
+    """Shows nothing."""
+
+    def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
+        """Show nothing."""
+
+    def warn(self, text: str) -> None:
+        """Show nothing."""
+
+    def say(self, text: str) -> None:
+        """Show nothing."""
+
+
+class Several:
+    """Shows everything to each of several watchers."""
+
+    def __init__(self, *watchers: Progress) -> None:
+        self._watchers = watchers
+
+    def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
+        """Pass it on to each."""
+        for watcher in self._watchers:
+            watcher.stage(name, done, total, unit)
+
+    def warn(self, text: str) -> None:
+        """Pass it on to each."""
+        for watcher in self._watchers:
+            watcher.warn(text)
+
+    def say(self, text: str) -> None:
+        """Pass it on to each."""
+        for watcher in self._watchers:
+            watcher.say(text)
+
+
+def _amount(done: int, total: int | None, unit: str) -> str:
+    """`1.5 GiB of 2.0 GiB of WAL` for bytes, `1,200 of 5,000 rows` for anything else."""
+    if unit.split(" ")[0] == "bytes":
+        rest = unit.removeprefix("bytes").removeprefix(" of")
+        return f"{_size(done)}{f' of {_size(total)}' if total else ''}{' of' + rest if rest else ''}"
+    return f"{done:,}{f' of {total:,}' if total else ''} {unit}"
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TB"
+
+
+class _Throttle:
+    """Lets a line about a stage through when the stage begins, then every `seconds`, and when it ends."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._last: dict[str, tuple[float, bool]] = {}
+        self._lock = threading.Lock()
+
+    def lets_through(self, name: str, *, complete: bool) -> bool:
+        now = time.monotonic()
+        with self._lock:
+            at, was_complete = self._last.get(name, (-self._seconds, False))
+            if now - at < self._seconds and (was_complete or not complete):
+                return False
+            if was_complete and complete:
+                return False
+            self._last[name] = (now, complete)
+            return True
+
+
+class DagsterLog:
+    """Writes to a run's log, `context.log`: a line when a stage begins, one every ten seconds and one when it is done."""
+
+    def __init__(self, log: logging.Logger, *, every_seconds: float = _QUIET_SECONDS) -> None:
+        self._log = log
+        self._throttle = _Throttle(every_seconds)
+
+    def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
+        """Log the stage, if it is due."""
+        if self._throttle.lets_through(name, complete=total is not None and done >= total):
+            self._log.info("%s: %s", name, _amount(done, total, unit))
+
+    def warn(self, text: str) -> None:
+        """Log a warning."""
+        self._log.warning(text)
+
+    def say(self, text: str) -> None:
+        """Log a line."""
+        self._log.info(text)
+
+
+class Terminal:
+    """Bars on a terminal, plain lines every ten seconds where the stream is none; on stderr, so that stdout stays free for JSON.
+
+    A context manager: the bars live from entering to leaving.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._console = Console(file=stream or sys.stderr, soft_wrap=True, highlight=False)
+        self._throttle = _Throttle(_QUIET_SECONDS)
+        self._tasks: dict[str, rich.progress.TaskID] = {}
+        self._lock = threading.Lock()
+        self._bars = (
+            rich.progress.Progress(
+                rich.progress.SpinnerColumn(finished_text="✓"),
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.BarColumn(),
+                rich.progress.TextColumn("{task.fields[amount]}"),
+                rich.progress.TimeElapsedColumn(),
+                console=self._console,
+            )
+            if self._console.is_terminal
+            else None
+        )
+
+    def __enter__(self) -> Self:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
+        """Move the stage's bar, or print a line if one is due."""
+        amount = _amount(done, total, unit)
+        if self._bars is None:
+            if self._throttle.lets_through(name, complete=total is not None and done >= total):
+                self._print(f"{name}: {amount}")
+            return
+        with self._lock:
+            task = self._tasks.get(name)
+            if task is None:
+                self._tasks[name] = self._bars.add_task(name, total=total, completed=done, amount=amount)
+            else:
+                self._bars.update(task, total=total, completed=done, amount=amount)
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self._print(f"warning: {text}", style="yellow")
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self._print(text)
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False)
+
+
+_ambient: ContextVar[Progress | None] = ContextVar("pgwal_progress", default=None)
+
+
+@contextmanager
+def watched_by(watcher: Progress) -> Iterator[None]:
+    """Within the block, runs that this process executes itself are also shown to `watcher`."""
+    token = _ambient.set(watcher)
+    try:
+        yield
+    finally:
+        _ambient.reset(token)
+
+
+def for_run(log: logging.Logger) -> Progress:
+    """The progress of a Dagster run: its log, and whoever watches this process (see `watched_by`)."""
+    watcher = _ambient.get()
+    return DagsterLog(log) if watcher is None else Several(DagsterLog(log), watcher)
