@@ -1,0 +1,128 @@
+"""What tests of several rooms share: databases to work in, and servers with settings of their own."""
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from pgwal_pipeline.local.postgres import Installation, Postgres
+
+# Fast rather than safe: a test's data need not live through a power cut. Commits still wait for their flush: only flushed WAL is decoded.
+TEST_SETTINGS: Mapping[str, str] = {
+    "fsync": "off",
+    "full_page_writes": "off",
+    "synchronous_commit": "on",
+    "shared_buffers": "64MB",
+    "max_connections": "100",
+    "max_wal_senders": "50",
+    "max_replication_slots": "50",
+    "max_prepared_transactions": "10",
+    "max_slot_wal_keep_size": "4GB",
+    "max_wal_size": "1GB",
+    "min_wal_size": "96MB",
+    "jit": "off",
+}
+_PLACES = (("local", ""), ("host", "127.0.0.1/32"))
+
+
+@dataclass
+class Source:
+    """A database to work in. `sql` runs on one autocommit connection that is kept; `connect` opens more."""
+
+    server: Postgres
+    database: str
+    dsn: str
+    _connections: list[psycopg.Connection[Any]] = field(default_factory=list)
+
+    def connect(self, **overrides: Any) -> psycopg.Connection[Any]:
+        """A connection of the test's own (autocommit unless overridden); closed when the test ends."""
+        connection = psycopg.connect(self.dsn, **{"autocommit": True, **overrides})
+        self._connections.append(connection)
+        return connection
+
+    def sql(self, statement: str, *params: Any) -> list[tuple[Any, ...]]:
+        """Run a statement and give its rows; `%s` stand for `params`. Without params a `%` is only a percent sign."""
+        if not self._connections or self._connections[0].closed:
+            self._connections.insert(0, psycopg.connect(self.dsn, autocommit=True))
+        cursor = self._connections[0].execute(statement.encode(), params or None)
+        return cursor.fetchall() if cursor.description else []
+
+    def value(self, statement: str, *params: Any) -> Any:
+        """The first column of the first row."""
+        return self.sql(statement, *params)[0][0]
+
+    def dsn_of(self, user: str, password: str | None = None) -> str:
+        """The DSN of the same database for another role."""
+        parts = {name: value for name, value in conninfo_to_dict(self.dsn).items() if name != "password"}
+        return make_conninfo(**{**parts, "user": user, **({"password": password} if password else {})})
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+
+
+def start_server(data_dir: Path, installation: Installation | None = None, settings: Mapping[str, str] | None = None) -> Postgres:
+    """Start a server with the tests' settings, `settings` over them. Any role may log in over TCP without a password."""
+    server = Postgres(data_dir, installation, {**TEST_SETTINGS, **(settings or {})})
+    server.start()
+    access = "\n".join(f"{kind} {database} all {place} trust" for kind, place in _PLACES for database in ("all", "replication"))
+    (data_dir / "pg_hba.conf").write_text(access + "\n")
+    server.restart()
+    return server
+
+
+@contextlib.contextmanager
+def fresh_source(server: Postgres) -> Iterator[Source]:
+    """A new database on `server`; its slots and itself are dropped at the end."""
+    name = f"test_{uuid.uuid4().hex[:12]}"
+    with psycopg.connect(server.dsn(), autocommit=True) as admin:
+        admin.execute(f'create database "{name}"'.encode())
+    source = Source(server, name, server.dsn(name))
+    try:
+        yield source
+    finally:
+        source.close()
+        if not server.running:
+            server.start()
+        drop_database(server, name)
+
+
+def drop_database(server: Postgres, name: str) -> None:
+    """Drop a database with its slots, whoever holds them."""
+    with psycopg.connect(server.dsn(), autocommit=True) as admin:
+        admin.execute("select pg_terminate_backend(pid) from pg_stat_activity where datname = %s and pid <> pg_backend_pid()", [name])
+        slots = [row[0] for row in admin.execute("select slot_name from pg_replication_slots where database = %s", [name])]
+        for slot in slots:
+            wait_for(lambda slot=slot: _drop_slot(admin, slot), what=f"slot {slot} to be free")
+        for (transaction,) in admin.execute("select gid from pg_prepared_xacts where database = %s", [name]).fetchall():
+            with psycopg.connect(server.dsn(name), autocommit=True) as inside:
+                inside.execute(b"rollback prepared '" + transaction.replace("'", "''").encode() + b"'")
+        admin.execute(f'drop database if exists "{name}" with (force)'.encode())
+
+
+def wait_for(condition: Callable[[], Any], *, seconds: float = 20.0, what: str = "the condition") -> Any:
+    """The first true value that `condition` gives; AssertionError when there is none in `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {seconds:g} s for {what}")
+        time.sleep(0.02)
+
+
+def _drop_slot(admin: psycopg.Connection[Any], slot: str) -> bool:
+    try:
+        admin.execute("select pg_terminate_backend(active_pid) from pg_replication_slots where slot_name = %s and active", [slot])
+        admin.execute("select pg_drop_replication_slot(slot_name) from pg_replication_slots where slot_name = %s", [slot])
+    except psycopg.errors.ObjectInUse:
+        return False
+    return True
