@@ -1,0 +1,87 @@
+"""What is true of the shop at every moment between two transactions, and the queries that would show it broken.
+
+Each query joins several tables, so it only comes out empty on tables that stand at one and the same transactional state: on the source
+in one statement, and on the lake's `current` tables at the versions of one publish. They are plain SQL that Postgres, Spark and DataFusion
+read alike; `{orders}` and the like stand for the tables.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psycopg
+
+TABLES = ("customers", "inventory", "order_lines", "orders", "payments", "products")
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant:
+    """`says` in words; `sql` returns the rows that break it: none, if all is well."""
+
+    name: str
+    says: str
+    sql: str
+
+
+INVARIANTS = (
+    Invariant(
+        "order totals",
+        "an order's total is the sum of its lines",
+        """SELECT o.id FROM {orders} o
+        LEFT JOIN (SELECT order_id, sum(quantity * unit_price) AS amount FROM {order_lines} GROUP BY order_id) l ON l.order_id = o.id
+        WHERE o.total <> coalesce(l.amount, 0)""",
+    ),
+    Invariant(
+        "money received",
+        "what an order has been paid is the sum of its payments and refunds",
+        """SELECT o.id FROM {orders} o
+        LEFT JOIN (SELECT order_id, sum(amount) AS amount FROM {payments} GROUP BY order_id) p ON p.order_id = o.id
+        WHERE o.paid <> coalesce(p.amount, 0)""",
+    ),
+    Invariant(
+        "money moved",
+        "what a customer has spent is what their orders have been paid",
+        """SELECT c.id FROM {customers} c
+        LEFT JOIN (SELECT customer_id, sum(paid) AS paid FROM {orders} GROUP BY customer_id) o ON o.customer_id = c.id
+        WHERE c.spent <> coalesce(o.paid, 0)""",
+    ),
+    Invariant(
+        "stock",
+        "every piece ever received lies on a shelf or in an order, whatever was moved, returned or given another SKU",
+        """SELECT p.sku FROM {products} p
+        LEFT JOIN (SELECT sku, sum(on_hand) AS pieces FROM {inventory} GROUP BY sku) i ON i.sku = p.sku
+        LEFT JOIN (SELECT sku, sum(quantity) AS pieces FROM {order_lines} GROUP BY sku) l ON l.sku = p.sku
+        WHERE p.received <> coalesce(i.pieces, 0) + coalesce(l.pieces, 0)""",
+    ),
+    Invariant(
+        "references",
+        "no line without its order and product, no payment without its order, no order without its customer",
+        """SELECT l.order_id FROM {order_lines} l LEFT JOIN {orders} o ON o.id = l.order_id LEFT JOIN {products} p ON p.sku = l.sku
+        WHERE o.id IS NULL OR p.sku IS NULL
+        UNION ALL SELECT y.order_id FROM {payments} y LEFT JOIN {orders} o ON o.id = y.order_id WHERE o.id IS NULL
+        UNION ALL SELECT o.id FROM {orders} o LEFT JOIN {customers} c ON c.id = o.customer_id WHERE c.id IS NULL""",
+    ),
+)
+
+
+def broken_at_source(conn: psycopg.Connection) -> dict[str, int]:
+    """Offending rows by invariant, each asked in one statement of the source."""
+    tables = {name: f"shop.{name}" for name in TABLES}
+    return {rule.name: conn.execute(rule.sql.format_map(tables).encode()).rowcount for rule in INVARIANTS}
+
+
+def broken_in_lake(tables: Mapping[str, tuple[str, int]]) -> dict[str, int]:
+    """Offending rows by invariant, in `current` tables read at given versions: `tables` maps `shop.orders` … to (path, Delta version)."""
+    from deltalake import DeltaTable, QueryBuilder  # the workload needs no Delta
+
+    query = QueryBuilder()
+    for name in TABLES:
+        path, version = tables[f"shop.{name}"]
+        query = query.register(name, DeltaTable(path, version=version))
+    names = {name: name for name in TABLES}
+    return {rule.name: sum(batch.num_rows for batch in query.execute(rule.sql.format_map(names))) for rule in INVARIANTS}
+
+
+def tables_of_publish(publish: str | bytes) -> dict[str, tuple[str, int]]:
+    """The tables of a publish as `broken_in_lake` takes them, from the JSON of `pgwal as-of --json`."""
+    return {name: (table["path"], table["version"]) for name, table in json.loads(publish)["tables"].items()}
