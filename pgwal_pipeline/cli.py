@@ -1,0 +1,312 @@
+"""`pgwal`: the pipeline's commands. Imports stay inside the commands, so that `--help` answers at once."""
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+if TYPE_CHECKING:
+    from pgwal_pipeline.pipeline.reports import RunReport
+    from pgwal_pipeline.relation import TableName
+    from pgwal_pipeline.settings import Settings
+
+_INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived: unwinds the command so that everything it holds is given back."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="pgwal-pipeline", prog_name="pgwal")
+def main() -> None:
+    """Postgres change data capture into Delta Lake, run and shown by Dagster.
+
+    Settings are PGWAL_* environment variables (see .env.example); a .env file in the working directory is read too.
+    """
+    from dotenv import load_dotenv
+
+    load_dotenv(".env")
+
+
+def _command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn what a command raises into one sentence on stderr and an exit code."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        from pgwal_pipeline.errors import PgwalError
+
+        def terminate(*_: object) -> NoReturn:
+            raise _Terminated
+
+        signal.signal(signal.SIGTERM, terminate)
+        try:
+            return function(*args, **kwargs)
+        except PgwalError as error:
+            _fail(str(error), error.exit_code)
+        except KeyboardInterrupt:
+            _fail("interrupted; what was complete is safe, the next run goes on from there.", _INTERRUPTED[signal.SIGINT])
+        except _Terminated:
+            _fail("terminated; what was complete is safe, the next run goes on from there.", _INTERRUPTED[signal.SIGTERM])
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:  # noqa: BLE001 - the last line of defence: a sentence, not a traceback
+            if os.environ.get("PGWAL_DEBUG"):
+                raise
+            first_line = str(error).strip().splitlines()[:1]
+            _fail(f"unexpected {type(error).__name__}: {' '.join(first_line)} (PGWAL_DEBUG=1 shows where).", 1)
+
+    return wrapper
+
+
+def _fail(sentence: str, code: int) -> NoReturn:
+    click.echo(f"pgwal: {sentence}", err=True)
+    # The run's threads and the JVM must not keep a failed command alive.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    raise SystemExit(code)
+
+
+@contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """Send whatever libraries print to stderr while the command works: stdout is for its answer alone."""
+    saved = os.dup(1)
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def _answer(as_json: bool, answer: dict[str, Any], lines: Callable[[], Iterator[str]]) -> None:
+    if as_json:
+        click.echo(json.dumps(answer))
+    else:
+        for line in lines():
+            click.echo(line)
+
+
+def _settings() -> "Settings":
+    from pgwal_pipeline.settings import Settings
+
+    return Settings.from_environment()
+
+
+def _table_names(names: tuple[str, ...]) -> "list[TableName]":
+    from pgwal_pipeline.errors import SettingError
+    from pgwal_pipeline.relation import TableName
+
+    try:
+        return [TableName.parse(name) for name in names]
+    except ValueError as error:
+        raise SettingError(f"{error}.") from None
+
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
+
+
+def _run(as_json: bool, work: "Callable[[Settings], RunReport]") -> None:
+    """Run a command that goes through Dagster, print its report, and fail if a table could not be published."""
+    started = time.monotonic()
+    with _quiet_stdout():
+        report = work(_settings())
+    answer = report.to_json(time.monotonic() - started)
+    _answer(as_json, answer, lambda: _report_lines(answer))
+    if report.errors:
+        tables = ", ".join(report.errors)
+        reasons = " ".join(report.errors.values())
+        _fail(f"{tables} could not be published, the other tables were: {reasons}", 1)
+
+
+def _report_lines(answer: dict[str, Any]) -> Iterator[str]:
+    for window in answer["windows"]:
+        yield (
+            f"drained  {window['start_lsn']} to {window['end_lsn']}: {window['changes']:,} changes in {window['transactions']:,} "
+            f"transactions, {window['seconds']:.1f} s"
+        )
+    for snapshot in answer["snapshots"]:
+        yield f"snapshot {snapshot['table']}: {snapshot['rows']:,} rows in {snapshot['chunks']} chunks, {snapshot['seconds']:.1f} s"
+    publish = answer["publish"]
+    if publish is not None:
+        yield f"published {len(publish['tables'])} tables at {publish['lsn']}"
+    for warning in answer["warnings"]:
+        yield f"warning: {warning}"
+    yield f"done in {answer['seconds']['total']:.1f} s"
+
+
+@main.command()
+@_json_option
+@_command
+def sync(as_json: bool) -> None:
+    """The main job once: make what is missing, snapshot what needs it, drain to now, publish."""
+    from pgwal_pipeline import runs
+
+    _run(as_json, runs.sync)
+
+
+@main.command()
+@_json_option
+@_command
+def drain(as_json: bool) -> None:
+    """Only from the slot to raw; takes no snapshot."""
+    from pgwal_pipeline import runs
+
+    _run(as_json, runs.drain)
+
+
+@main.command()
+@_json_option
+@_command
+def publish(as_json: bool) -> None:
+    """Only from raw to current; works while the source is down."""
+    from pgwal_pipeline import runs
+
+    _run(as_json, runs.publish)
+
+
+@main.command()
+@click.argument("tables", nargs=-1, metavar="TABLE...")
+@click.option("--all", "every", is_flag=True, help="Every table; makes a lost or missing slot anew.")
+@_json_option
+@_command
+def resnapshot(tables: tuple[str, ...], every: bool, as_json: bool) -> None:
+    """Read tables again from the source now, and publish them."""
+    from pgwal_pipeline import runs
+
+    if every == bool(tables):
+        raise click.UsageError("name the tables to read again, or --all.")
+    names = None if every else _table_names(tables)
+    _run(as_json, lambda settings: runs.resnapshot(settings, names))
+
+
+@main.command()
+@_json_option
+@_command
+def status(as_json: bool) -> None:
+    """Where everything stands: slot, frontier, last publish, every table. Works while the source is down."""
+    from pgwal_pipeline.pipeline.status import status as read_status
+
+    with _quiet_stdout():
+        answer = read_status(_settings())
+
+    def lines() -> Iterator[str]:
+        slot = answer["slot"]
+        yield "slot      " + (
+            "none, or the source is down"
+            if slot is None
+            else f"{slot['name']} confirmed {slot['confirmed_flush_lsn']}, {slot['lag_bytes']:,} bytes behind, WAL {slot['wal_status']}"
+        )
+        yield f"frontier  {answer['frontier'] or 'none yet'}"
+        publish = answer["publish"]
+        yield "published " + ("nothing yet" if publish is None else f"{publish['lsn']} at {publish['published_at']}")
+        for name, table in answer["tables"].items():
+            rows = "" if table["rows"] is None else f"  {table['rows']:,} rows"
+            yield f"  {table['state']:<12} {name}{rows}{'  ' + table['reason'] if table['reason'] else ''}"
+
+    _answer(as_json, answer, lines)
+
+
+@main.command()
+@click.argument("tables", nargs=-1, metavar="[TABLE...]")
+@_json_option
+@_command
+def verify(tables: tuple[str, ...], as_json: bool) -> None:
+    """Compare source and current at one LSN, every value; brings current there first. Exit 1 on a difference."""
+    from pgwal_pipeline import runs
+
+    with _quiet_stdout():
+        answer = runs.verify(_settings(), _table_names(tables) or None)
+
+    def lines() -> Iterator[str]:
+        for name, table in answer["tables"].items():
+            verdict = "equal" if table["equal"] else f"{table['missing']} missing, {table['extra']} extra, {table['different']} different"
+            yield f"{name}: {table['rows']:,} rows, {verdict}"
+        yield f"{'equal' if answer['equal'] else 'different'} at {answer['lsn']}"
+
+    _answer(as_json, answer, lines)
+    if not answer["equal"]:
+        raise SystemExit(1)
+
+
+@main.command("as-of")
+@click.argument("when", default="latest", metavar="[latest|LSN|TIMESTAMP]")
+@_json_option
+@_command
+def as_of(when: str, as_json: bool) -> None:
+    """The newest publish at or before a position or a time, and the Delta versions that stand there together."""
+    from pgwal_pipeline.pipeline.as_of import find_publish
+
+    with _quiet_stdout():
+        answer = find_publish(_settings(), when)
+
+    def lines() -> Iterator[str]:
+        yield f"{answer['lsn']} published at {answer['published_at']}"
+        for name, table in answer["tables"].items():
+            yield f"  {name}: version {table['version']} of {table['path']}"
+
+    _answer(as_json, answer, lines)
+
+
+@main.command()
+@_json_option
+@_command
+def doctor(as_json: bool) -> None:
+    """Check everything the pipeline stands on, and say what mends what is wrong."""
+    from pgwal_pipeline.pipeline.doctor import examine
+
+    with _quiet_stdout():
+        checks = examine(os.environ)
+    answer = {"ok": all(check.ok for check in checks), "checks": [check.to_json() for check in checks]}
+
+    def lines() -> Iterator[str]:
+        for check in checks:
+            yield f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.found}"
+            if not check.ok and check.mend:
+                yield f"       {check.mend}"
+
+    _answer(as_json, answer, lines)
+    if not answer["ok"]:
+        raise SystemExit(1)
+
+
+@main.command()
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_json_option
+@_command
+def drop(yes: bool, as_json: bool) -> None:
+    """Drop our slots and our publication from the source; the lake stays."""
+    from pgwal_pipeline.pipeline.drop import drop as drop_from_source
+
+    settings = _settings()
+    if not yes:
+        click.confirm(f"Drop slot {settings.slot} and publication {settings.publication} (if it is ours) from the source?", abort=True, err=True)
+    with _quiet_stdout():
+        dropped = drop_from_source(settings)
+
+    def lines() -> Iterator[str]:
+        yield f"dropped {', '.join(dropped)}" if dropped else "nothing of ours was there"
+
+    _answer(as_json, {"dropped": dropped}, lines)
+
+
+@main.command()
+@_command
+def demo() -> None:
+    """A small shop on an embedded Postgres with the whole pipeline and Dagster's UI on it. Ctrl-C ends it."""
+    from pgwal_pipeline.demo.run import run_demo
+
+    raise SystemExit(run_demo())
+
+
+if __name__ == "__main__":
+    main()

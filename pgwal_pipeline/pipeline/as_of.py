@@ -1,0 +1,45 @@
+"""Finding a publish by position or time."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from pgwal_pipeline.errors import LakeError, SettingError
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Ledger, Publish
+from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.pipeline.status import publish_report
+from pgwal_pipeline.settings import Settings
+
+
+def find_publish(settings: Settings, when: str = "latest") -> dict[str, Any]:
+    """The newest publish at or before `when`: `latest`, an LSN as `X/Y`, or an ISO 8601 time (UTC unless it says otherwise).
+
+    Raises SettingError where `when` is none of these, LakeError where nothing was published by then.
+    """
+    publishes = Ledger(Lake(settings.lake)).publishes()
+    if not publishes:
+        raise LakeError(f"Nothing has been published in the lake {settings.lake} yet; run `pgwal sync` first.")
+    found = _newest(publishes, when)
+    if found is None:
+        raise LakeError(f"Nothing was published at or before {when}; the oldest publish in the lake is of {publishes[0].published_at.isoformat()}.")
+    answer = publish_report(found).to_json()
+    assert answer is not None
+    return answer
+
+
+def _newest(publishes: list[Publish], when: str) -> Publish | None:
+    if when == "latest":
+        return publishes[-1]
+    try:
+        lsn = parse_lsn(when)
+    except ValueError:
+        lsn = None
+    if lsn is not None:
+        return max((publish for publish in publishes if publish.lsn <= lsn), key=lambda publish: publish.lsn, default=None)
+    try:
+        moment = datetime.fromisoformat(when)
+    except ValueError:
+        raise SettingError(f"{when!r} is not latest, an LSN such as 16/B374D848 or a time such as 2026-01-31T12:00:00Z.") from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return max((publish for publish in publishes if publish.published_at <= moment), key=lambda publish: publish.published_at, default=None)

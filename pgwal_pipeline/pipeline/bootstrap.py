@@ -1,0 +1,133 @@
+"""What a lake and a source must agree on before anything is read: identity, publication, slot, and which tables are followed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psycopg
+
+from pgwal_pipeline import failpoints
+from pgwal_pipeline.errors import LakeError, SlotLost
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Ledger, Source, TableState, Window
+from pgwal_pipeline.lsn import format_lsn, window_key
+from pgwal_pipeline.postgres import catalog, publication, slot
+from pgwal_pipeline.postgres.slot import SlotState
+from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.settings import Settings
+
+Connection = psycopg.Connection[Any]
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A source and a lake that belong together: every table the stream carries, and where the slot stands."""
+
+    server_version: int
+    slot: SlotState
+    relations: dict[TableName, Relation]
+    skipped: dict[TableName, str]
+
+
+def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:
+    """Make sure that publication and slot exist and are this lake's, and record in the ledger which tables they carry.
+
+    To be called by the holder of the slot's lock only. The source's record is written before the slot is made: a slot that a crash leaves
+    behind is then known as ours. Raises LakeError for another source's lake, SlotLost where the slot is gone or stands beyond the frontier.
+    """
+    lake = Lake(settings.lake)
+    ledger = Ledger(lake)
+    identity = catalog.source_identity(conn)
+    recorded = ledger.source()
+    ours = Source(
+        system_identifier=identity.system_identifier,
+        timeline=identity.timeline,
+        database_oid=identity.database_oid,
+        database=identity.database,
+        publication=settings.publication,
+        slot=settings.slot,
+    )
+    if recorded is not None:
+        _require_same_source(lake, recorded, ours)
+    published = publication.ensure(conn, settings.publication, settings.tables)
+    state = slot.inspect(conn, settings.slot)
+    frontier = ledger.frontier()
+    if recorded is None and state is not None:
+        raise LakeError(
+            f"Slot {settings.slot} exists already, but the lake {lake.uri} has no record of it: another lake may be fed by it. "
+            f"Set PGWAL_LAKE to that lake, PGWAL_SLOT to another name, or drop the slot with `pgwal drop` to start anew."
+        )
+    if state is None and frontier is not None:
+        raise SlotLost(
+            f"Slot {settings.slot} is gone from the source, and with it the WAL after {format_lsn(frontier)}. "
+            f"Run `pgwal resnapshot --all` to make it anew and read every table again."
+        )
+    if recorded is None:
+        ledger.record_source(ours)
+    if state is None:
+        failpoints.hit("bootstrap.before_slot")
+        state = slot.create(settings.dsn, settings.slot, blocked_timeout=settings.blocked_timeout, warn=warn)
+        failpoints.hit("bootstrap.after_slot")
+    if frontier is None:
+        ledger.append_window(_origin(settings.slot, state.confirmed_flush_lsn))
+        frontier = state.confirmed_flush_lsn
+    elif state.confirmed_flush_lsn > max([frontier, *(window.end_lsn for window in ledger.prepared())]):
+        raise SlotLost(
+            f"Slot {settings.slot} was advanced to {format_lsn(state.confirmed_flush_lsn)} by someone else, but the lake holds changes up to "
+            f"{format_lsn(frontier)} only. Run `pgwal resnapshot --all` to read every table again."
+        )
+    relations = {relation.table: relation for relation in catalog.tables_of(conn, settings.publication)}
+    _record_tables(ledger, conn, relations, published.skipped)
+    return Attached(identity.server_version, state, relations, dict(published.skipped))
+
+
+def _require_same_source(lake: Lake, recorded: Source, ours: Source) -> None:
+    if (recorded.system_identifier, recorded.database_oid) != (ours.system_identifier, ours.database_oid):
+        raise LakeError(
+            f"The lake {lake.uri} was built from database {recorded.database} of cluster {recorded.system_identifier}, but PGWAL_SOURCE_DSN "
+            f"leads to database {ours.database} of cluster {ours.system_identifier}: set PGWAL_LAKE to another place, or the DSN to that source."
+        )
+    for variable, was, now in (("SLOT", recorded.slot, ours.slot), ("PUBLICATION", recorded.publication, ours.publication)):
+        if was != now:
+            raise LakeError(
+                f"The lake {lake.uri} is fed by {variable.lower()} {was}, but PGWAL_{variable} is {now}: "
+                f"set PGWAL_{variable}={was}, or PGWAL_LAKE to another place."
+            )
+
+
+def _origin(slot_name: str, lsn: int) -> Window:
+    """The empty window at which a new slot begins, so that there is a frontier from the start."""
+    return Window(key=window_key(lsn), slot=slot_name, start_lsn=lsn, end_lsn=lsn, state="complete")
+
+
+def _record_tables(ledger: Ledger, conn: Connection, relations: dict[TableName, Relation], skipped: dict[TableName, str]) -> None:
+    """Write down tables that joined, left, or were made anew since the last look.
+
+    A table that joins is read only after the transactions that run now have ended: what they wrote to it before is in no stream.
+    """
+    known = ledger.tables()
+    changed: list[TableState] = []
+    joined_xid = _next_xid(conn)
+    for table, relation in relations.items():
+        state = known.get(table)
+        if state is None or state.oid != relation.oid or state.state in ("skipped", "gone"):
+            changed.append(
+                TableState(table=table, oid=relation.oid, state="pending", key=relation.key, relation=relation, joined_xid=joined_xid)
+            )
+    for table, reason in skipped.items():
+        state = known.get(table)
+        if state is None or (state.state, state.reason) != ("skipped", reason):
+            changed.append(TableState(table=table, oid=0, state="skipped", reason=reason))
+    changed += [
+        replace(state, state="gone", reason="no longer published")
+        for table, state in known.items()
+        if table not in relations and table not in skipped and state.state != "gone"
+    ]
+    if changed:
+        ledger.record_tables(changed)
+
+
+def _next_xid(conn: Connection) -> int:
+    row = conn.execute("SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint").fetchone()
+    assert row is not None
+    return int(row[0])

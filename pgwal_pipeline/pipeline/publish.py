@@ -1,0 +1,230 @@
+"""The publish: `current` of every table is brought to the frontier, and the Delta versions that stand there together are recorded as one."""
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from pgwal_pipeline import failpoints
+from pgwal_pipeline.errors import LakeError, TableError
+from pgwal_pipeline.lake import current
+from pgwal_pipeline.lake.current import MergeRequest, MergeResult, ReplaceRequest
+from pgwal_pipeline.lake.fold import ChunkSnapshot, Traits
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Ledger, Publish, TablePointer, TableState, Window
+from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish
+from pgwal_pipeline.progress import Progress
+from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_SIDE_BY_SIDE = 4  # tables merged at once in one session
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What brings one table to the frontier. `pointer` is where its last publish stands; nothing is to be done where `request` is None."""
+
+    state: TableState
+    pointer: TablePointer | None
+    request: MergeRequest | ReplaceRequest | None
+
+
+def publish(
+    settings: Settings,
+    spark_factory: Callable[[], "SparkSession"],
+    *,
+    tables: Collection[TableName] | None = None,
+    progress: Progress,
+) -> PublishReport:
+    """Merge what raw holds up to the frontier into `current`, and record the publish; with nothing to merge Spark is never started.
+
+    A table whose snapshot is not whole, or not yet passed by the frontier, is left out until it is. One that fails goes to state `error` and
+    the others are published. With `tables` only those are merged and nothing is recorded: every table of a publish stands at its LSN, and the
+    next whole publish takes them in.
+    """
+    started = time.perf_counter()
+    lake = Lake(settings.lake)
+    ledger = Ledger(lake)
+    frontier = ledger.frontier()
+    if frontier is None:
+        return PublishReport(lsn=None, published_at=None, tables={}, seconds={})
+    last = ledger.publish()
+    works = [
+        work
+        for work in _plan(lake, ledger, frontier, last)
+        if tables is None or work.state.table in tables
+    ]
+    to_do = [work for work in works if work.request is not None]
+    session_seconds = 0.0
+    outcomes: dict[TableName, MergeResult | TableError] = {}
+    if to_do:
+        opening = time.perf_counter()
+        spark = spark_factory()
+        session_seconds = time.perf_counter() - opening
+        outcomes = _merge_all(spark, to_do, progress)
+    pointers, errors = _settle(ledger, works, outcomes)
+    failpoints.hit("publish.before_record")
+    if tables is None and (last is None or frontier > last.lsn or pointers != last.tables) and (pointers or last is not None):
+        last = Publish(lsn=frontier, published_at=datetime.now(UTC), tables=pointers)
+        ledger.record_publish(last)
+        failpoints.hit("publish.after_record")
+    return PublishReport(
+        lsn=None if last is None else last.lsn,
+        published_at=None if last is None else last.published_at,
+        tables=_table_reports(works, outcomes, pointers, errors),
+        seconds={"session": session_seconds, "publish": time.perf_counter() - started - session_seconds},
+    )
+
+
+def _plan(lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> list[_Work]:
+    windows = [window for window in ledger.windows() if window.state == "complete" and window.end_lsn <= frontier]
+    published = last.tables if last is not None else {}
+    works = []
+    for state in ledger.tables().values():
+        if state.state != "ready" or state.generation is None or state.relation is None:
+            continue
+        whole = state.required_lsn is not None and state.required_lsn <= frontier
+        if state.generation != state.published and whole:
+            works.append(_Work(state, None, _replace_request(lake, ledger, state, state.relation, windows, frontier)))
+        elif state.published is not None:
+            since = last.lsn if last is not None and state.table in last.tables else 0
+            works.append(_merge_work(lake, state, state.relation, windows, frontier, since, published.get(state.table)))
+    return works
+
+
+def _merge_work(
+    lake: Lake, state: TableState, relation: Relation, windows: list[Window], frontier: int, since: int, pointer: TablePointer | None
+) -> _Work:
+    """The merge from the table's own watermark, none where no window holds a row past it.
+
+    The watermark may lie past the last publish: a publish that died had merged this table, or it was merged by itself.
+    """
+    if pointer is not None and not _writes(state, (window for window in windows if window.end_lsn > since)):
+        return _Work(state, pointer, None)
+    path = lake.current(state.table)
+    watermark = current.watermark(path)
+    if watermark is None:
+        raise LakeError(f"The current table of {state.table} at {path} is gone; run `pgwal resnapshot '{state.table}'` to build it again.")
+    fresh = [window for window in windows if window.end_lsn > watermark]
+    if not _writes(state, fresh):
+        return _Work(state, TablePointer(path, current.version(path)), None)
+    request = MergeRequest(
+        table=state.table,
+        raw_path=lake.raw(state.table),
+        current_path=path,
+        key=relation.key,
+        columns=relation.column_names,
+        from_lsn=watermark,
+        to_lsn=frontier,
+        traits=_traits(state, fresh),
+    )
+    return _Work(state, pointer, request)
+
+
+def _replace_request(
+    lake: Lake, ledger: Ledger, state: TableState, relation: Relation, windows: list[Window], frontier: int
+) -> ReplaceRequest:
+    assert state.generation is not None
+    assert state.required_lsn is not None
+    return ReplaceRequest(
+        table=state.table,
+        raw_path=lake.raw(state.table),
+        current_path=lake.current(state.table),
+        snapshot_path=lake.snapshot(state.table),
+        generation=state.generation,
+        chunks=tuple(
+            ChunkSnapshot(chunk.attempt, chunk.snapshot)
+            for chunk in ledger.chunks(state.table, state.generation)
+            if chunk.attempt is not None and chunk.snapshot is not None
+        ),
+        snapshot_lsn=state.required_lsn,
+        key=relation.key,
+        columns=relation.column_names,
+        from_lsn=0,
+        to_lsn=frontier,
+        traits=_traits(state, windows),
+    )
+
+
+def _writes(state: TableState, windows: Iterable[Window]) -> list:
+    name = str(state.table)
+    return [write for window in windows for write in window.tables if write.table == name and write.rows]
+
+
+def _traits(state: TableState, windows: Iterable[Window]) -> Traits:
+    writes = _writes(state, windows)
+    return Traits(
+        truncated=any(write.truncates for write in writes),
+        key_changes=any(write.key_changes for write in writes),
+        unchanged=any(write.unchanged for write in writes),
+    )
+
+
+def _merge_all(spark: "SparkSession", works: list[_Work], progress: Progress) -> dict[TableName, MergeResult | TableError]:
+    outcomes: dict[TableName, MergeResult | TableError] = {}
+
+    def one(work: _Work) -> tuple[TableName, MergeResult | TableError]:
+        request = work.request
+        try:
+            if isinstance(request, ReplaceRequest):
+                return work.state.table, current.replace(spark, request)
+            assert request is not None
+            return work.state.table, current.merge(spark, request)
+        except TableError as error:
+            return work.state.table, error
+
+    with ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(works)), "pgwal-merge") as pool:
+        for table, outcome in pool.map(one, works):
+            outcomes[table] = outcome
+            progress.stage("publish", len(outcomes), len(works), "tables")
+            failpoints.hit("publish.between_tables")
+    return outcomes
+
+
+def _settle(
+    ledger: Ledger, works: Iterable[_Work], outcomes: dict[TableName, MergeResult | TableError]
+) -> tuple[dict[TableName, TablePointer], dict[TableName, str]]:
+    """Where each table stands now; generations that became `current` and tables that failed are written to the ledger."""
+    pointers: dict[TableName, TablePointer] = {}
+    errors: dict[TableName, str] = {}
+    changed: list[TableState] = []
+    for work in works:
+        state = work.state
+        outcome = outcomes.get(state.table)
+        if isinstance(outcome, TableError):
+            errors[state.table] = str(outcome)
+            changed.append(replace(state, state="error", reason=str(outcome)))
+        elif outcome is not None and work.request is not None:
+            pointers[state.table] = TablePointer(work.request.current_path, outcome.version)
+            if isinstance(work.request, ReplaceRequest):
+                changed.append(replace(state, published=state.generation))
+        elif work.pointer is not None:
+            pointers[state.table] = work.pointer
+    if changed:
+        ledger.record_tables(changed)
+    return pointers, errors
+
+
+def _table_reports(
+    works: Iterable[_Work],
+    outcomes: dict[TableName, MergeResult | TableError],
+    pointers: dict[TableName, TablePointer],
+    errors: dict[TableName, str],
+) -> dict[TableName, TablePublish]:
+    reports = {}
+    for work in works:
+        table = work.state.table
+        pointer = pointers.get(table)
+        outcome = outcomes.get(table)
+        reports[table] = TablePublish(
+            path=pointer.path if pointer is not None else "",
+            version=pointer.version if pointer is not None else None,
+            rows_changed=outcome.rows_changed if isinstance(outcome, MergeResult) else 0,
+            errors=(errors[table],) if table in errors else (),
+        )
+    return reports

@@ -1,0 +1,110 @@
+"""What stands where: the slot, the lake's frontier, the last publish and every table's state. Nothing is changed by looking."""
+
+from typing import Any
+
+from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.lake import current
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Ledger, Publish, TableState
+from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePublish
+from pgwal_pipeline.postgres import catalog, slot
+from pgwal_pipeline.postgres.dsn import connect
+from pgwal_pipeline.settings import Settings
+
+
+def lag(settings: Settings) -> LagReading:
+    """How far the slot is behind, in one cheap reading. Raises SourceUnavailable while the source cannot be reached."""
+    ledger = Ledger(Lake(settings.lake))
+    with connect(settings.dsn) as conn:
+        # The insert position is read after the snapshot: a transaction that the snapshot shows as ended has its commit before it.
+        snapshot = catalog.running_transactions(conn)
+        insert_lsn = catalog.insert_lsn(conn)
+        flush_lsn = catalog.flush_lsn(conn)
+        state = slot.inspect(conn, settings.slot)
+    return LagReading(
+        slot_exists=state is not None,
+        lag_bytes=max(0, flush_lsn - state.confirmed_flush_lsn) if state is not None else 0,
+        confirmed_flush_lsn=None if state is None else state.confirmed_flush_lsn,
+        flush_lsn=flush_lsn,
+        insert_lsn=insert_lsn,
+        snapshot=snapshot,
+        publish_due=publish_due(ledger),
+        active_pid=None if state is None else state.active_pid,
+        wal_status=None if state is None else state.wal_status,
+        safe_wal_size=None if state is None else state.safe_wal_size,
+    )
+
+
+def publish_due(ledger: Ledger) -> bool:
+    """Whether raw or a snapshot holds something that the newest publish does not."""
+    frontier = ledger.frontier()
+    if frontier is None:
+        return False
+    publish = ledger.publish()
+    since = publish.lsn if publish is not None else 0
+    if any(window.changes for window in ledger.windows() if since < window.end_lsn <= frontier):
+        return True
+    return any(
+        state.state == "ready" and state.generation != state.published and (state.required_lsn or 0) <= frontier
+        for state in ledger.tables().values()
+    )
+
+
+def status(settings: Settings) -> dict[str, Any]:
+    """The object that `pgwal status --json` prints; `slot` is None while the source is down or has none."""
+    lake = Lake(settings.lake)
+    ledger = Ledger(lake)
+    frontier = ledger.frontier()
+    publish = ledger.publish()
+    published = publish.tables if publish is not None else {}
+    return {
+        "slot": _slot(settings),
+        "frontier": None if frontier is None else format_lsn(frontier),
+        "publish": None if publish is None else publish_report(publish).to_json(),
+        "tables": {
+            str(table): {
+                "state": _shown(state),
+                "reason": state.reason,
+                "raw_path": lake.raw(table),
+                "current_path": lake.current(table),
+                "key": list(state.key) if state.relation is not None else None,
+                "rows": current.row_count(published[table].path, published[table].version) if table in published else None,
+            }
+            for table, state in sorted(ledger.tables().items())
+        },
+    }
+
+
+def _shown(state: TableState) -> str:
+    """A table's state in the words of the interface: one that has been published stays `ready` while it is read again."""
+    if state.state == "ready" and state.published is None:
+        return "snapshotting"
+    return state.state
+
+
+def _slot(settings: Settings) -> dict[str, Any] | None:
+    try:
+        with connect(settings.dsn, connect_timeout=5) as conn:
+            state = slot.inspect(conn, settings.slot)
+    except PgwalError:
+        return None
+    if state is None:
+        return None
+    return {
+        "name": state.name,
+        "active": state.active,
+        "confirmed_flush_lsn": format_lsn(state.confirmed_flush_lsn),
+        "restart_lsn": format_lsn(state.restart_lsn),
+        "lag_bytes": state.lag_bytes,
+        "wal_status": state.wal_status,
+    }
+
+
+def publish_report(publish: Publish) -> PublishReport:
+    """A publish as the ledger has it."""
+    return PublishReport(
+        lsn=publish.lsn,
+        published_at=publish.published_at,
+        tables={table: TablePublish(pointer.path, pointer.version) for table, pointer in publish.tables.items()},
+    )

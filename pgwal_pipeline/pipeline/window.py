@@ -1,0 +1,193 @@
+"""One window: the WAL from one LSN to another, read once on one slot and written to Parquet files that nothing names yet.
+
+The reader stays on the thread that owns the connection, so that the server always gets its answers; decoding and writing go on beside it, and a
+bounded queue between the two keeps memory within the budget whatever the size of a transaction.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pgwal_pipeline import failpoints
+from pgwal_pipeline.decode.batch import Decoded, Decoder
+from pgwal_pipeline.decode.pgoutput import RelationMessage
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.raw import TableWrite, WindowWriter
+from pgwal_pipeline.postgres.stream import ReplicationStream
+from pgwal_pipeline.progress import Progress
+from pgwal_pipeline.relation import Relation
+
+_IDLE = 0.25  # seconds the reader waits for the server before it looks round
+
+
+@dataclass(frozen=True)
+class WindowRead:
+    """What was read of a window: its files, not yet part of any Delta table, and what they hold.
+
+    `min_xid` and `max_xid` bound the 32-bit transaction ids of its changes, None where it has none; `seconds` has `drain`, `decode` and `write`.
+    """
+
+    writes: tuple[TableWrite, ...]
+    relations: tuple[Relation, ...]
+    transactions: int
+    changes: int
+    bytes: int
+    min_xid: int | None
+    max_xid: int | None
+    seconds: dict[str, float]
+
+
+@dataclass
+class _Tally:
+    transactions: int = 0
+    changes: int = 0
+    bytes: int = 0
+    xids: list[int] = field(default_factory=list)
+    relations: dict[int, Relation] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: {"decode": 0.0, "write": 0.0})
+
+    def add(self, decoded: Decoded, size: int) -> None:
+        self.bytes += size
+        self.transactions += decoded.transactions
+        self.changes += decoded.changes_count
+        self.xids += [xid for xid in (decoded.min_xid, decoded.max_xid) if xid is not None]
+        self.relations.update((relation.oid, relation) for relation in decoded.relations)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[stage] += time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class _Feed:
+    """Messages in the order they came, and how far the server said it had read when the last of them was taken."""
+
+    messages: Sequence[memoryview]
+    size: int
+    server_position: int
+
+
+class _Consumer(threading.Thread):
+    """Decodes and writes what the reader hands over, until the window's end has been passed or something fails."""
+
+    def __init__(self, decoder: Decoder, writer: WindowWriter, end_lsn: int, budget: int) -> None:
+        super().__init__(name="pgwal-consumer", daemon=True)
+        self.tally = _Tally()
+        self.writes: tuple[TableWrite, ...] = ()
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+        self._decoder = decoder
+        self._writer = writer
+        self._end_lsn = end_lsn
+        self._position = 0
+        self._in_transaction = False
+        self._feeds: queue.SimpleQueue[_Feed | None] = queue.SimpleQueue()
+        self._budget = budget
+        self._held = 0
+        self._room = threading.Condition()
+
+    def has_room(self, timeout: float) -> bool:
+        """Whether another feed may be handed over; waits up to `timeout` seconds for it."""
+        with self._room:
+            return self._room.wait_for(lambda: self._held < self._budget or self.ended.is_set(), timeout)
+
+    def hand_over(self, feed: _Feed) -> None:
+        with self._room:
+            self._held += feed.size
+        self._feeds.put(feed)
+
+    def stop(self) -> None:
+        """Give up what is not consumed yet."""
+        self._feeds.put(None)
+
+    def run(self) -> None:
+        try:
+            while (feed := self._feeds.get()) is not None:
+                passed = self._consume(feed)
+                with self._room:
+                    self._held -= feed.size
+                    self._room.notify_all()
+                if passed:
+                    with self.tally.timed("write"):
+                        self.writes = self._writer.finish()
+                    break
+        except BaseException as error:  # noqa: BLE001 - carried to the reader's thread, which raises it
+            self.error = error
+        finally:
+            self.ended.set()
+            with self._room:
+                self._room.notify_all()
+
+    def _consume(self, feed: _Feed) -> bool:
+        """Take one feed; true once every transaction of the window has been seen whole."""
+        self._position = max(self._position, feed.server_position)
+        if feed.messages:
+            with self.tally.timed("decode"):
+                decoded = self._decoder.feed(feed.messages)
+            self.tally.add(decoded, feed.size)
+            with self.tally.timed("write"):
+                for changes in decoded.changes:
+                    self._writer.add(changes)
+            if decoded.passed_end:
+                return True
+            self._in_transaction = decoded.in_transaction
+            self._position = max(self._position, decoded.last_commit_end_lsn or 0)
+        return not self._in_transaction and self._position >= self._end_lsn
+
+
+def read_window(
+    stream: ReplicationStream,
+    lake: Lake,
+    describe: Callable[[RelationMessage], Relation],
+    *,
+    start_lsn: int,
+    end_lsn: int,
+    memory_budget: int,
+    progress: Progress,
+) -> WindowRead:
+    """Read every transaction with `start_lsn <= commit LSN < end_lsn` from `stream` into Parquet files in the lake.
+
+    Ends when the server has read past `end_lsn`; its silence never counts as that, for a walsender is silent while it decodes a large
+    transaction that is not ours. At most `memory_budget` bytes of changes are held, undecoded and unwritten together. Nothing is committed
+    and nothing confirmed here. Raises what reading, decoding or writing raise.
+    """
+    started = time.perf_counter()
+    feed_bytes = max(64 << 10, min(4 << 20, memory_budget // 16))
+    writer = WindowWriter(lake, memory_budget // 2)
+    consumer = _Consumer(Decoder(describe, start_lsn, end_lsn), writer, end_lsn, memory_budget // 4)
+    consumer.start()
+    reported = -1
+    try:
+        while not consumer.ended.is_set():
+            if not consumer.has_room(_IDLE):
+                stream.keep_alive()
+                continue
+            messages = stream.read(feed_bytes, _IDLE)
+            failpoints.hit("drain.read")
+            if messages or stream.server_position != reported:
+                reported = stream.server_position
+                consumer.hand_over(_Feed(messages, sum(map(len, messages)), reported))
+            else:
+                stream.request_reply()
+            progress.stage("drain", max(0, min(reported, end_lsn) - start_lsn), end_lsn - start_lsn, "bytes of WAL")
+    finally:
+        consumer.stop()
+        consumer.join()
+    if consumer.error is not None:
+        raise consumer.error
+    tally = consumer.tally
+    return WindowRead(
+        writes=consumer.writes,
+        relations=tuple(tally.relations.values()),
+        transactions=tally.transactions,
+        changes=tally.changes,
+        bytes=tally.bytes,
+        min_xid=min(tally.xids, default=None),
+        max_xid=max(tally.xids, default=None),
+        seconds={"drain": time.perf_counter() - started, **tally.seconds},
+    )
