@@ -46,7 +46,15 @@ class LakeError(PgwalError):
 
 
 class DecodeError(PgwalError):
-    """A message of the stream that cannot be read; the message shows its position and its bytes."""
+    """A message of the stream that cannot be read; the message shows its position and its first bytes.
+
+    `lsn` is where the WAL sender placed it (0 where it did not say) and `payload` the whole of it, to be set aside.
+    """
+
+    def __init__(self, message: str, *, lsn: int = 0, payload: bytes = b"") -> None:
+        super().__init__(message)
+        self.lsn = lsn
+        self.payload = payload
 
 
 class TableError(PgwalError):

@@ -56,13 +56,15 @@ class PgType:
     """A column's type with domains resolved to what they stand on.
 
     `oid` and `typmod` are those of the base type (`typmod` -1 where there is none); `element` is the element's type where the type is an
-    array; `name` is the declared type as `format_type` shows it, for people.
+    array; `name` is the declared type as `format_type` shows it, for people. `delimiter` stands between two values of this type in the text
+    of an array of them (typdelim): a comma, but for box and a few extensions' types.
     """
 
     oid: int
     typmod: int
     name: str
     element: "PgType | None" = None
+    delimiter: str = ","
 
 
 @dataclass(frozen=True, slots=True)
