@@ -206,7 +206,8 @@ _PASSING = re.compile(
     r"|is (starting up|shutting down|in recovery mode|not yet accepting|not accepting)"
 )
 _UNUSABLE = re.compile(
-    r"definition of service|service file|invalid (\w+) value|invalid integer value|invalid connection option|could not match \d+"
+    r"invalid port number|definition of service|service file"
+    r"|invalid (\w+) value|invalid integer value|invalid connection option|could not match \d+"
     r"|(root )?certificate file|certificate revocation list|private key file|sslmode|sslrootcert"
 )
 
@@ -217,7 +218,7 @@ def _connection_failure(error: psycopg.Error, parameters: dict[str, str]) -> Pgw
     # libpq's own complaints about the parameters; they may quote a value, which may be a piece of a password.
     match = _UNUSABLE.search(text)
     if match is not None and "FATAL" not in text and "SSL error" not in text:
-        option = re.search(r'(?:connection option|invalid) "?(\w+)"?', text)
+        option = re.search(r'connection option "(\w+)"', text) or re.search(r"invalid (\w+) (?:value|number)", text)
         about = f" (its {option[1]})" if option else ""
         if match[0].startswith(("definition of", "service file")):
             about = " (its service is not in the service file)"
@@ -243,12 +244,11 @@ def _connection_failure(error: psycopg.Error, parameters: dict[str, str]) -> Pgw
 
 def _last_reason(text: str) -> str:
     """The reason in libpq's account of its attempts, without the addresses, which the sentence names already."""
+    if re.search("could not translate host name|failed to resolve host", text):
+        return "its host name is not known" + (" just now" if "Temporary" in text else "")
     reasons = re.findall(r"(?:failed: |is bad: |could not )((?:(?!connection to server)[^\n])+)", text)
     if not reasons:
         return _one_line(text)
-    reason = next((line for line in reversed(text.splitlines()) if "could not translate" in line), None)
-    if reason is not None:
-        return "its host name is not known" + (" now" if "Temporary" in reason else "")
     return _one_line(reasons[-1])
 
 
