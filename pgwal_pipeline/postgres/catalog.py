@@ -1,0 +1,269 @@
+"""What the source's catalog says: which server it is, which tables a publication holds, their types, keys and columns.
+
+Every question is asked once for all tables, never once a table, so that some hundred tables cost as little as one.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import psycopg
+
+from pgwal_pipeline.errors import SourceRefused
+from pgwal_pipeline.postgres.dsn import translate
+from pgwal_pipeline.relation import Column, PgType, Relation, ReplicaIdentity, TableName
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+class StreamedColumn(Protocol):
+    """A column as the stream's Relation message gives it; `identity`: whether old rows carry it."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def type_oid(self) -> int: ...  # noqa: D102
+    @property
+    def typmod(self) -> int: ...  # noqa: D102
+    @property
+    def identity(self) -> bool: ...  # noqa: D102
+
+
+class StreamedRelation(Protocol):
+    """The stream's Relation message; `schema` is empty for pg_catalog."""
+
+    @property
+    def oid(self) -> int: ...  # noqa: D102
+    @property
+    def schema(self) -> str: ...  # noqa: D102
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def replica_identity(self) -> str: ...  # noqa: D102
+    @property
+    def columns(self) -> Sequence[StreamedColumn]: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class SourceIdentity:
+    """What tells one source from another: the cluster, its timeline, and the database in it."""
+
+    system_identifier: int
+    timeline: int
+    database_oid: int
+    database: str
+    server_version: int
+    """As in `server_version_num`: 180006 for 18.6."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTable:
+    """A table of a publication: what it is, and the condition (SQL, unqualified column names) its rows must meet to be published."""
+
+    relation: Relation
+    row_filter: str | None
+
+
+# Two looks at a table's indexes: the columns of its primary key and those of its replica identity's index, in the index's order. INCLUDE
+# columns are no key; a deferrable key is none either, for within a transaction two rows may share it.
+_INDEX_COLUMNS = """(SELECT pg_catalog.array_agg(a.attname::text ORDER BY k.place)
+     FROM pg_catalog.pg_index i
+     CROSS JOIN LATERAL pg_catalog.unnest(i.indkey) WITH ORDINALITY AS k (attnum, place)
+     JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
+     WHERE i.indrelid = c.oid AND i.{which} AND i.indisvalid AND i.indimmediate AND k.place <= i.indnkeyatts)"""
+PRIMARY_KEY_SQL = _INDEX_COLUMNS.format(which="indisprimary")
+IDENTITY_INDEX_SQL = _INDEX_COLUMNS.format(which="indisreplident")
+
+# From 18 on a NOT NULL constraint may stand unvalidated, with nulls in old rows; before, none has a row of its own.
+_NULLABLE_SQL = """(NOT a.attnotnull OR EXISTS (
+     SELECT FROM pg_catalog.pg_constraint n
+     WHERE n.conrelid = a.attrelid AND n.contype = 'n' AND NOT n.convalidated AND n.conkey[1] = a.attnum))"""
+
+
+def source_identity(conn: Connection) -> SourceIdentity:
+    """Which source `conn` talks to. Raises what `dsn.translate` makes of an error of the server's, as all functions here do."""
+    row = _one(
+        conn,
+        """SELECT (SELECT system_identifier FROM pg_catalog.pg_control_system()),
+               CASE WHEN pg_catalog.pg_is_in_recovery()
+                    THEN (SELECT greatest(r.min_recovery_end_timeline, k.timeline_id)
+                          FROM pg_catalog.pg_control_recovery() r, pg_catalog.pg_control_checkpoint() k)
+               END,
+               d.oid, d.datname::text
+           FROM pg_catalog.pg_database d WHERE d.datname = pg_catalog.current_database()""",
+    )
+    timeline = row[1]
+    if timeline is None:
+        # The control file lags behind a promotion until the next checkpoint; the name of the WAL file being written does not.
+        file = _one(conn, "SELECT pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn())")[0]
+        timeline = int(file[:8], 16)
+    return SourceIdentity(row[0], timeline, row[2], row[3], conn.info.server_version)
+
+
+def flush_lsn(conn: Connection) -> int:
+    """The LSN up to which the WAL is flushed, and so may be streamed; on a standby the one up to which it is replayed."""
+    return _one(
+        conn,
+        """SELECT (CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn()
+                        ELSE pg_catalog.pg_current_wal_flush_lsn() END - '0/0'::pg_catalog.pg_lsn)::bigint""",
+    )[0]
+
+
+def insert_lsn(conn: Connection) -> int:
+    """The LSN at which the next record is written, flushed or not; on a standby the one up to which it is replayed."""
+    return _one(
+        conn,
+        """SELECT (CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn()
+                        ELSE pg_catalog.pg_current_wal_insert_lsn() END - '0/0'::pg_catalog.pg_lsn)::bigint""",
+    )[0]
+
+
+def running_transactions(conn: Connection) -> str:
+    """`pg_current_snapshot()` as text, `xmin:xmax:xid,…`: a transaction below xmax that is not listed has ended. A standby lists none."""
+    return _one(conn, "SELECT pg_catalog.pg_current_snapshot()::text")[0]
+
+
+def resolve_types(conn: Connection, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], PgType]:
+    """The types of (type oid, typmod) pairs, in one query.
+
+    A domain becomes what it stands on, with the domain's typmod; an array has its element's type, to which the typmod goes. A type that the
+    catalog no longer knows is one called `???` without an element.
+    """
+    asked = set(pairs)
+    if not asked:
+        return {}
+    rows = _all(
+        conn,
+        """WITH RECURSIVE needed (oid, typmod) AS (
+               SELECT * FROM pg_catalog.unnest(%s::oid[], %s::int4[])
+             UNION
+               SELECT CASE t.typtype WHEN 'd' THEN t.typbasetype ELSE t.typelem END,
+                   CASE t.typtype WHEN 'd' THEN t.typtypmod ELSE n.typmod END
+               FROM needed n JOIN pg_catalog.pg_type t ON t.oid = n.oid
+               WHERE t.typtype = 'd' OR t.typoutput = 'pg_catalog.array_out'::pg_catalog.regproc
+           )
+           SELECT n.oid, n.typmod, pg_catalog.format_type(n.oid, n.typmod), t.typtype = 'd', t.typbasetype, t.typtypmod,
+               t.typoutput = 'pg_catalog.array_out'::pg_catalog.regproc, t.typelem, t.typdelim::text
+           FROM needed n JOIN pg_catalog.pg_type t ON t.oid = n.oid""",
+        [oid for oid, _ in asked],
+        [typmod for _, typmod in asked],
+    )
+    known = {(row[0], row[1]): row[2:] for row in rows}
+
+    def resolve(oid: int, typmod: int) -> PgType:
+        if (oid, typmod) not in known:
+            return PgType(oid, typmod, "???")
+        name, is_domain, base, base_typmod, is_array, element, delimiter = known[oid, typmod]
+        if is_domain:
+            below = resolve(base, base_typmod)
+            return PgType(below.oid, below.typmod, name, below.element, delimiter)
+        # A domain over an array gives the array out as an array too: its element is found one step down.
+        return PgType(oid, typmod, name, resolve(element, typmod) if is_array else None, delimiter)
+
+    return {pair: resolve(*pair) for pair in asked}
+
+
+def primary_key(conn: Connection, oid: int) -> tuple[str, ...]:
+    """The columns of the table's primary key in its index's order; empty without one, and for a deferrable one."""
+    row = _all(conn, f"SELECT {PRIMARY_KEY_SQL} FROM pg_catalog.pg_class c WHERE c.oid = %s", oid)
+    return tuple(row[0][0] or ()) if row else ()
+
+
+def tables_of(conn: Connection, publication: str) -> list[Relation]:
+    """The tables of a publication as the stream will send them: see `published_tables`."""
+    return [table.relation for table in published_tables(conn, publication)]
+
+
+def published_tables(conn: Connection, publication: str) -> list[PublishedTable]:
+    """The tables of a publication by name, as the stream will send them, in two queries.
+
+    Roots stand for their partitions where it publishes through them; column lists are honoured, and generated columns stand only where
+    the server publishes them. Raises SourceRefused when there is no such publication.
+    """
+    version = conn.info.server_version
+    attnames = "p.attnames" if version >= 150000 else "NULL::name[]"
+    row_filter = "p.rowfilter" if version >= 150000 else "NULL::text"
+    # From 18 on the view lists generated columns that are published; before that none is, but 15 lists them.
+    generated = "true" if version >= 180000 else "a.attgenerated = ''"
+    rows = _all(
+        conn,
+        f"""SELECT c.oid, n.nspname::text, c.relname::text, c.relreplident::text, p.row_filter, {PRIMARY_KEY_SQL}, {IDENTITY_INDEX_SQL},
+                a.names, a.types, a.typmods, a.nullables
+            FROM (SELECT p.schemaname, p.tablename, {attnames} AS attnames, {row_filter} AS row_filter
+                  FROM pg_catalog.pg_publication_tables p WHERE p.pubname = %s) p
+            JOIN pg_catalog.pg_namespace n ON n.nspname = p.schemaname
+            JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = p.tablename
+            CROSS JOIN LATERAL (
+                SELECT pg_catalog.array_agg(a.attname::text ORDER BY a.attnum) AS names,
+                    pg_catalog.array_agg(a.atttypid::int8 ORDER BY a.attnum) AS types,
+                    pg_catalog.array_agg(a.atttypmod ORDER BY a.attnum) AS typmods,
+                    pg_catalog.array_agg({_NULLABLE_SQL} ORDER BY a.attnum) AS nullables
+                FROM pg_catalog.pg_attribute a
+                WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND {generated}
+                    AND (p.attnames IS NULL OR a.attname = ANY (p.attnames))
+            ) a
+            ORDER BY n.nspname, c.relname""",
+        publication,
+    )
+    if not rows and not _all(conn, "SELECT FROM pg_catalog.pg_publication WHERE pubname = %s", publication):
+        raise SourceRefused(f"There is no publication {publication} on the source; name an existing one in PGWAL_PUBLICATION.")
+    types = resolve_types(conn, {pair for row in rows for pair in zip(row[8] or (), row[9] or (), strict=True)})
+    tables = []
+    for oid, schema, name, identity, condition, primary, index, names, oids, typmods, nullables in rows:
+        carried = set({"f": names or (), "d": primary or (), "i": index or ()}.get(identity, ()))
+        columns = tuple(
+            Column(column, types[type_oid, typmod], column in carried, nullable)
+            for column, type_oid, typmod, nullable in zip(names or (), oids or (), typmods or (), nullables or (), strict=True)
+        )
+        tables.append(PublishedTable(_relation(oid, TableName(schema, name), identity, columns, primary or (), index or ()), condition))
+    return tables
+
+
+def describe(conn: Connection, message: StreamedRelation) -> Relation:
+    """The table that a Relation message of the stream tells of, with its types resolved and its key found.
+
+    The message is of the moment at which its rows were written, the catalog of now: names, types and identity are the message's; the
+    catalog adds which columns are the primary key and which may be null. A column that it no longer knows may be null.
+    """
+    types = resolve_types(conn, {(column.type_oid, column.typmod) for column in message.columns})
+    rows = _all(
+        conn,
+        f"""SELECT {PRIMARY_KEY_SQL}, {IDENTITY_INDEX_SQL},
+                (SELECT pg_catalog.array_agg(a.attname::text) FROM pg_catalog.pg_attribute a
+                 WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND NOT {_NULLABLE_SQL})
+            FROM pg_catalog.pg_class c WHERE c.oid = %s""",
+        message.oid,
+    )
+    primary, index, not_null = rows[0] if rows else (None, None, None)
+    columns = tuple(
+        Column(column.name, types[column.type_oid, column.typmod], column.identity, column.name not in (not_null or ()))
+        for column in message.columns
+    )
+    table = TableName(message.schema or "pg_catalog", message.name)
+    return _relation(message.oid, table, message.replica_identity, columns, primary or (), index or ())
+
+
+def _relation(
+    oid: int, table: TableName, identity: str, columns: tuple[Column, ...], primary: Sequence[str], index: Sequence[str]
+) -> Relation:
+    """`primary` and `index`: the columns of the primary key and of the identity's index, in the order of their indexes."""
+    carried = [column.name for column in columns if column.identity]
+    if primary and set(primary) <= set(carried):
+        key = tuple(primary)
+    elif identity == "f":
+        key = ()
+    else:
+        # In the index's order where it still is the same index, so that a range of keys is a range of the index.
+        key = tuple(index) if set(index) == set(carried) else tuple(carried)
+    return Relation(oid, table, cast(ReplicaIdentity, identity), columns, key)
+
+
+def _all(conn: Connection, query: str, *values: object) -> list[tuple[Any, ...]]:
+    try:
+        return conn.execute(query.encode(), values or None).fetchall()
+    except psycopg.Error as error:
+        raise translate(error, "reading the catalog") from error
+
+
+def _one(conn: Connection, query: str) -> tuple[Any, ...]:
+    return _all(conn, query)[0]
