@@ -1,0 +1,223 @@
+"""Which of the source's tables a publication of ours may hold, and why the others may not."""
+
+import fnmatch
+import glob
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import psycopg
+
+from pgwal_pipeline.postgres.catalog import IDENTITY_INDEX_SQL, PRIMARY_KEY_SQL, Connection
+from pgwal_pipeline.postgres.dsn import translate
+from pgwal_pipeline.relation import TableName, quote_ident
+
+_FIRST_USER_OID = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A user table that the globs match.
+
+    `reason` says why a publication of ours must leave it out, and what to do; None where it may be in. `owned`: whether the role of the
+    connection has the rights of its `owner`, without which it cannot put the table into a publication.
+    """
+
+    table: TableName
+    oid: int
+    reason: str | None
+    owner: str
+    owned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    oid: int
+    schema: str
+    name: str
+    kind: str
+    persistence: str
+    identity: str
+    owner: str
+    owned: bool
+    parent: int | None
+    primary_key: list[str] | None
+    identity_index: list[str] | None
+    deferrable_key: bool
+    stored: list[str] | None
+    virtual: list[str] | None
+    may_enter: bool
+    unreadable: list[str] | None
+
+    @property
+    def table(self) -> TableName:
+        return TableName(self.schema, self.name)
+
+    @property
+    def carried(self) -> frozenset[str] | None:
+        """The columns by which old rows are known; None for all of them."""
+        if self.identity == "f":
+            return None
+        return frozenset({"d": self.primary_key, "i": self.identity_index}.get(self.identity) or ())
+
+
+# Extensions' own tables are not the user's. Columns are looked at one by one only where the role may not read the whole table.
+_TABLES_SQL = f"""
+SELECT c.oid, n.nspname::text, c.relname::text, c.relkind::text, c.relpersistence::text, c.relreplident::text,
+    pg_catalog.pg_get_userbyid(c.relowner)::text, pg_catalog.pg_has_role(c.relowner, 'USAGE'),
+    CASE WHEN c.relispartition THEN (SELECT i.inhparent FROM pg_catalog.pg_inherits i WHERE i.inhrelid = c.oid) END,
+    {PRIMARY_KEY_SQL}, {IDENTITY_INDEX_SQL},
+    EXISTS (SELECT FROM pg_catalog.pg_index i WHERE i.indrelid = c.oid AND i.indisprimary AND NOT i.indimmediate),
+    g.stored, g.virtual,
+    pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE'),
+    CASE WHEN NOT pg_catalog.has_table_privilege(c.oid, 'SELECT') THEN
+        (SELECT pg_catalog.array_agg(a.attname::text ORDER BY a.attnum) FROM pg_catalog.pg_attribute a
+         WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+             AND NOT pg_catalog.has_column_privilege(c.oid, a.attnum, 'SELECT'))
+    END
+FROM pg_catalog.pg_class c
+JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+CROSS JOIN LATERAL (
+    SELECT pg_catalog.array_agg(a.attname::text ORDER BY a.attnum) FILTER (WHERE a.attgenerated = 's') AS stored,
+        pg_catalog.array_agg(a.attname::text ORDER BY a.attnum) FILTER (WHERE a.attgenerated = 'v') AS virtual
+    FROM pg_catalog.pg_attribute a
+    WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated <> ''
+) g
+WHERE c.relkind IN ('r', 'p', 'f') AND c.relpersistence <> 't' AND c.oid >= {_FIRST_USER_OID}
+    AND n.nspname !~ '^pg_' AND n.nspname <> 'information_schema'
+    AND NOT EXISTS (
+        SELECT FROM pg_catalog.pg_depend d
+        WHERE d.classid = 'pg_catalog.pg_class'::pg_catalog.regclass AND d.objid = c.oid AND d.objsubid = 0 AND d.deptype = 'e')
+ORDER BY n.nspname, c.relname
+"""
+
+
+def candidate_tables(conn: Connection, globs: str) -> list[Candidate]:
+    """Every user table that `globs` match, by name, in one query.
+
+    `globs` is as in PGWAL_TABLES: comma-separated `schema.table` with `*`, `?` and `[…]`, matched as the names stand in the catalog; a part
+    in double quotes is taken literally. A partitioned table stands for its partitions, which are listed only where the globs match none
+    of their parents. Tables of system schemas, temporary ones and those that belong to an extension are never listed. Raises what
+    `dsn.translate` makes of an error of the server's.
+    """
+    try:
+        rows = [_Row(*row) for row in conn.execute(_TABLES_SQL.encode()).fetchall()]
+        role = conn.execute("SELECT current_user::text").fetchall()[0][0]
+    except psycopg.Error as error:
+        raise translate(error, "reading the catalog") from error
+    matches = matcher(globs)
+    by_oid = {row.oid: row for row in rows}
+    children: dict[int, list[_Row]] = {}
+    for row in rows:
+        if row.parent is not None:
+            children.setdefault(row.parent, []).append(row)
+    matching = {row.oid for row in rows if matches(row.table)}
+    return [
+        Candidate(row.table, row.oid, _reason(row, _leaves(row, children), role, conn.info.server_version), row.owner, row.owned)
+        for row in rows
+        if row.oid in matching and not any(parent in matching for parent in _parents(row, by_oid))
+    ]
+
+
+def matcher(globs: str) -> Callable[[TableName], bool]:
+    """Whether a table is one of those that `globs` (as in PGWAL_TABLES) ask for."""
+    patterns = [_parts(part) for part in _split(globs)]
+
+    def matches(table: TableName) -> bool:
+        return any(fnmatch.fnmatchcase(table.schema, schema) and fnmatch.fnmatchcase(table.name, name) for schema, name in patterns)
+
+    return matches
+
+
+def _split(globs: str) -> Iterable[str]:
+    """The globs of a list; a comma inside double quotes is part of a name."""
+    return (part.strip() for part in re.findall(r'(?:"(?:[^"]|"")*"|[^",])+', globs) if part.strip())
+
+
+def _parts(pattern: str) -> tuple[str, str]:
+    match = re.fullmatch(r'("(?:[^"]|"")*"|[^."]+)\.(.+)', pattern, re.DOTALL)
+    if match is None:
+        return pattern, "*"
+    schema, name = (
+        glob.escape(part[1:-1].replace('""', '"')) if re.fullmatch(r'".*"', part, re.DOTALL) else part for part in match.groups()
+    )
+    return schema, name
+
+
+def _parents(row: _Row, by_oid: dict[int, _Row]) -> Iterable[int]:
+    while row.parent is not None:
+        yield row.parent
+        if row.parent not in by_oid:
+            return
+        row = by_oid[row.parent]
+
+
+def _leaves(row: _Row, children: dict[int, list[_Row]]) -> list[_Row]:
+    below: list[_Row] = []
+    for child in children.get(row.oid, ()):
+        below += _leaves(child, children) if child.kind == "p" else [child]
+    return below
+
+
+def _reason(row: _Row, leaves: list[_Row], role: str, server_version: int) -> str | None:
+    """Why a publication of ours must not hold this table, the first of the reasons that apply."""
+    reason = _own_reason(row, server_version) or _read_reason(row, role)
+    if reason is not None:
+        return reason
+    for leaf in leaves:
+        reason = _own_reason(leaf, server_version) or _leaf_reason(row, leaf)
+        if reason is not None:
+            return f"partition {leaf.table}: {reason}"
+    return None
+
+
+def _own_reason(row: _Row, server_version: int) -> str | None:
+    """What is wrong with the table in itself: nothing of it in the WAL, or its own UPDATE and DELETE would fail once it is published."""
+    table = row.table
+    if row.kind == "f":
+        return "a foreign table, whose rows are not in this server's WAL"
+    if row.persistence == "u":
+        return f"unlogged, so its changes are not in the WAL; ALTER TABLE {table} SET LOGGED mends it"
+    if row.carried is not None and not row.carried:
+        found = {
+            "d": "the primary key is deferrable" if row.deferrable_key else "no primary key",
+            "i": "the index of the replica identity is gone",
+            "n": "the replica identity is NOTHING",
+        }[row.identity]
+        mends = [f"ALTER TABLE {table} REPLICA IDENTITY FULL"]
+        if row.primary_key:
+            mends = [f"ALTER TABLE {table} REPLICA IDENTITY DEFAULT"]
+        elif not row.deferrable_key:
+            mends.insert(0, f"ALTER TABLE {table} ADD PRIMARY KEY (…)")
+        return f"no usable replica identity ({found}): once published, its UPDATE and DELETE would fail; {' or '.join(mends)} mends it"
+    if row.identity == "f" and row.virtual:
+        return (
+            f"replica identity FULL with a virtual generated column ({quote_ident(row.virtual[0])}): once published, its UPDATE and DELETE "
+            f"would fail; ALTER TABLE {table} REPLICA IDENTITY DEFAULT mends it where there is a primary key"
+        )
+    generated = sorted((row.carried or frozenset()) & set(row.stored or ()))
+    if generated and server_version < 180000:
+        return (
+            f"no usable replica identity (column {quote_ident(generated[0])} of its key is generated, and servers before 18 do not publish "
+            f"it); ALTER TABLE {table} REPLICA IDENTITY FULL mends it"
+        )
+    return None
+
+
+def _read_reason(row: _Row, role: str) -> str | None:
+    if not row.may_enter:
+        return f"role {role} may not use its schema; GRANT USAGE ON SCHEMA {quote_ident(row.schema)} TO {quote_ident(role)} mends it"
+    if row.unreadable:
+        which = ", ".join(quote_ident(column) for column in row.unreadable[:3]) + (", …" if len(row.unreadable) > 3 else "")
+        return f"role {role} may not read column {which}; GRANT SELECT ON {row.table} TO {quote_ident(role)} mends it"
+    return None
+
+
+def _leaf_reason(root: _Row, leaf: _Row) -> str | None:
+    """Old rows are written by the partition's identity and read by the root's: the partition's must carry what the root's promises."""
+    if leaf.carried is None or (root.carried is not None and root.carried <= leaf.carried):
+        return None
+    return (
+        "its replica identity is not that of the whole table, by which old rows are told apart; "
+        f"ALTER TABLE {leaf.table} REPLICA IDENTITY FULL mends it"
+    )

@@ -1,0 +1,233 @@
+"""The publication: made where there is none, kept in step with the globs where it is ours, used as it is where it is not.
+
+Ours is known by its comment. It names its tables one by one, so that a table whose own writes it would break is never in it.
+"""
+
+from dataclasses import dataclass
+
+import psycopg
+
+from pgwal_pipeline.errors import SourceRefused
+from pgwal_pipeline.postgres.candidates import Candidate, candidate_tables
+from pgwal_pipeline.postgres.catalog import Connection, tables_of
+from pgwal_pipeline.postgres.dsn import translate
+from pgwal_pipeline.relation import TableName, quote_ident
+
+COMMENT = "managed by pgwal_pipeline"
+
+_LOCK_TIMEOUT = "30s"
+_TABLES_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A publication as it is after `ensure`.
+
+    `tables` are those that it holds, `added` those that this call put in, `skipped` those that the globs match but that it must leave out,
+    with the reason (always empty for one that is not ours). `joined_xid`: set where `added` is not empty; once no transaction below it
+    runs, none is left that may have written to an added table unseen.
+    """
+
+    name: str
+    oid: int
+    ours: bool
+    tables: tuple[TableName, ...]
+    added: tuple[TableName, ...]
+    skipped: dict[TableName, str]
+    joined_xid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the catalog says of a publication and of our rights to it; `in_step` whether its options are those that ours has."""
+
+    oid: int
+    ours: bool
+    owner: str
+    owned: bool
+    in_step: bool
+
+
+def ensure(conn: Connection, name: str, globs: str) -> Publication:
+    """Make the publication, or bring ours in step with `globs` (as in PGWAL_TABLES); one that is not ours is left as it is.
+
+    All or nothing: a failure leaves the source as it was. A table that the role may not put in because it does not own it is refused when
+    the publication is made, and skipped with that reason later, so that somebody's new table does not stop the others.
+
+    Raises SourceRefused where the role's rights do not suffice, with the SQL for the owner, and on a standby where there is something to
+    do; SourceUnavailable where a table stays locked for half a minute. `conn` must not be inside a transaction.
+    """
+    try:
+        return _ensure(conn, name, globs)
+    except psycopg.Error as error:
+        raise translate(error, f"bringing publication {name} in step with PGWAL_TABLES") from error
+
+
+def drop(conn: Connection, name: str) -> bool:
+    """Drop the publication if it is ours; says whether it did. Raises SourceRefused where the role does not own it."""
+    try:
+        found = _find(conn, name)
+        if found is None or not found.ours:
+            return False
+        conn.execute(f"DROP PUBLICATION {quote_ident(name)}".encode())
+    except psycopg.Error as error:
+        raise translate(error, f"dropping publication {name}") from error
+    return True
+
+
+def creation_sql(conn: Connection, name: str, globs: str) -> str:
+    """The statement by which an owner of all tables (or a superuser) makes the publication that `ensure` would; for `doctor` to show."""
+    tables = [candidate.table for candidate in candidate_tables(conn, globs) if candidate.reason is None]
+    return _create(name, tables, conn.info.server_version)
+
+
+def _ensure(conn: Connection, name: str, globs: str) -> Publication:
+    with conn.transaction():
+        if not _standby(conn):
+            # Two of us at once would make it twice. The lock is of this database, as the publication is.
+            _run(conn, f"SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; SET LOCAL lock_timeout = '{_LOCK_TIMEOUT}'")
+            conn.execute("SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtextextended(%s, 0))", [f"pgwal publication {name}"])
+        found = _find(conn, name)
+        if found is not None and not found.ours:
+            return Publication(name, found.oid, False, tuple(relation.table for relation in tables_of(conn, name)), (), {})
+        candidates = candidate_tables(conn, globs)
+        skipped = {candidate.table: candidate.reason for candidate in candidates if candidate.reason is not None}
+        wanted = {candidate.oid: candidate for candidate in candidates if candidate.reason is None}
+        if found is None:
+            _require_creation(conn, name, list(wanted.values()))
+            tables = tuple(candidate.table for candidate in wanted.values())
+            _run(conn, _create(name, tables, conn.info.server_version))
+            _run(conn, f"COMMENT ON PUBLICATION {quote_ident(name)} IS '{COMMENT}'")
+            found = _find(conn, name)
+            assert found is not None
+            added = tables
+        else:
+            added = _alter(conn, name, found, wanted, skipped)
+            tables = tuple(sorted(_held(conn, found.oid).values()))
+    joined_xid = None
+    if added:
+        # Read after the commit: whatever ran at that moment has a lower number.
+        joined_xid = conn.execute("SELECT pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint").fetchall()[0][0]
+    return Publication(name, found.oid, True, tables, added, skipped, joined_xid)
+
+
+def _alter(
+    conn: Connection, name: str, found: _Found, wanted: dict[int, Candidate], skipped: dict[TableName, str]
+) -> tuple[TableName, ...]:
+    """Bring ours in step; `skipped` gets the tables that cannot be put in. Returns those that were."""
+    held = _held(conn, found.oid)
+    leaving = [table for oid, table in held.items() if oid not in wanted]
+    joining = [candidate for oid, candidate in wanted.items() if oid not in held]
+    publication = quote_ident(name)
+    statements = []
+    if leaving:
+        statements.append(f"ALTER PUBLICATION {publication} DROP TABLE {_table_list(leaving)}")
+    if not found.in_step:
+        statements.append(f"ALTER PUBLICATION {publication} SET ({_options(conn.info.server_version)})")
+    barred = [candidate for candidate in joining if not candidate.owned]
+    joining = [candidate for candidate in joining if candidate.owned]
+    if joining:
+        statements.append(f"ALTER PUBLICATION {publication} ADD TABLE {_table_list([candidate.table for candidate in joining])}")
+    if statements and _standby(conn):
+        raise SourceRefused(
+            f"Publication {name} is not in step with PGWAL_TABLES, and the source is a standby, where it cannot be altered; "
+            f"on its primary run {_shown('; '.join(statements))}."
+        )
+    role = _role(conn)
+    if statements and not found.owned:
+        raise SourceRefused(
+            f"Publication {name} is not in step with PGWAL_TABLES, and role {role} does not own it; "
+            f"let {found.owner} run {_shown('; '.join(statements))}, or GRANT {quote_ident(found.owner)} TO {quote_ident(role)}."
+        )
+    for candidate in barred:
+        skipped[candidate.table] = (
+            f"role {role} does not own it, so it cannot be published; GRANT {quote_ident(candidate.owner)} TO {quote_ident(role)} mends it"
+        )
+    for statement in statements:
+        _run(conn, statement)
+    return tuple(candidate.table for candidate in joining)
+
+
+def _require_creation(conn: Connection, name: str, wanted: list[Candidate]) -> None:
+    statement = _create(name, [candidate.table for candidate in wanted], conn.info.server_version)
+    if _standby(conn):
+        raise SourceRefused(
+            f"There is no publication {name}, and the source is a standby, where none can be made; on its primary run {_shown(statement)}."
+        )
+    role = _role(conn)
+    database, may_create = conn.execute(
+        "SELECT current_database()::text, pg_catalog.has_database_privilege(current_database(), 'CREATE')"
+    ).fetchall()[0]
+    barred = [candidate for candidate in wanted if not candidate.owned]
+    if may_create and not barred:
+        return
+    lacks = []
+    if not may_create:
+        lacks.append(f"may not create a publication in database {database}")
+    if barred:
+        more = f" and {len(barred) - 1} more of the tables" if len(barred) > 1 else ""
+        lacks.append(f"does not own {barred[0].table}{more}")
+    raise SourceRefused(
+        f"Role {role} {' and '.join(lacks)}, so publication {name} cannot be made; let a superuser, or an owner of the tables who may "
+        f"create in the database, run {_shown(statement)}, or set PGWAL_TABLES to tables that {role} owns."
+    )
+
+
+def _create(name: str, tables: list[TableName] | tuple[TableName, ...], server_version: int) -> str:
+    listed = f" FOR TABLE {_table_list(tables)}" if tables else ""
+    return f"CREATE PUBLICATION {quote_ident(name)}{listed} WITH ({_options(server_version)})"
+
+
+def _options(server_version: int) -> str:
+    generated = ", publish_generated_columns = stored" if server_version >= 180000 else ""
+    return f"publish = 'insert, update, delete, truncate', publish_via_partition_root = true{generated}"
+
+
+def _table_list(tables: list[TableName] | tuple[TableName, ...]) -> str:
+    # ONLY: tables that inherit from one of these are tables of their own. It means nothing for a partitioned table.
+    return ", ".join(f"ONLY {table}" for table in tables)
+
+
+def _shown(statement: str) -> str:
+    """A statement as a message shows it: not with hundreds of tables."""
+    tables = statement.split(", ONLY ")
+    if len(tables) <= _TABLES_SHOWN:
+        return statement
+    return f"{', ONLY '.join(tables[:_TABLES_SHOWN])}, … (`pgwal doctor` shows it whole)"
+
+
+def _find(conn: Connection, name: str) -> _Found | None:
+    generated = "p.pubgencols = 's'" if conn.info.server_version >= 180000 else "true"
+    rows = conn.execute(
+        f"""SELECT p.oid, coalesce(pg_catalog.obj_description(p.oid, 'pg_publication') = %s, false),
+                pg_catalog.pg_get_userbyid(p.pubowner)::text, pg_catalog.pg_has_role(p.pubowner, 'USAGE'),
+                p.pubinsert AND p.pubupdate AND p.pubdelete AND p.pubtruncate AND p.pubviaroot AND {generated}
+            FROM pg_catalog.pg_publication p WHERE p.pubname = %s""".encode(),
+        [COMMENT, name],
+    ).fetchall()
+    return _Found(*rows[0]) if rows else None
+
+
+def _held(conn: Connection, oid: int) -> dict[int, TableName]:
+    """The tables that a publication lists, by oid."""
+    rows = conn.execute(
+        """SELECT c.oid, n.nspname::text, c.relname::text
+           FROM pg_catalog.pg_publication_rel r
+           JOIN pg_catalog.pg_class c ON c.oid = r.prrelid
+           JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+           WHERE r.prpubid = %s""",
+        [oid],
+    ).fetchall()
+    return {row[0]: TableName(row[1], row[2]) for row in rows}
+
+
+def _run(conn: Connection, statement: str) -> None:
+    conn.execute(statement.encode())
+
+
+def _standby(conn: Connection) -> bool:
+    return conn.execute("SELECT pg_catalog.pg_is_in_recovery()").fetchall()[0][0]
+
+
+def _role(conn: Connection) -> str:
+    return conn.execute("SELECT current_user::text").fetchall()[0][0]
