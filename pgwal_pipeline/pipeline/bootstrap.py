@@ -71,7 +71,7 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None])
     if frontier is None:
         ledger.append_window(_origin(settings.slot, state.confirmed_flush_lsn))
         frontier = state.confirmed_flush_lsn
-    elif state.confirmed_flush_lsn > max([frontier, *(window.end_lsn for window in ledger.prepared())]):
+    elif state.confirmed_flush_lsn > _durable(ledger, frontier):
         raise SlotLost(
             f"Slot {settings.slot} was advanced to {format_lsn(state.confirmed_flush_lsn)} by someone else, but the lake holds changes up to "
             f"{format_lsn(frontier)} only. Run `pgwal resnapshot --all` to read every table again."
@@ -79,6 +79,36 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None])
     relations = {relation.table: relation for relation in catalog.tables_of(conn, settings.publication)}
     _record_tables(ledger, conn, relations, published.skipped)
     return Attached(identity.server_version, state, relations, dict(published.skipped))
+
+
+def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> None:
+    """Make a slot anew that is missing, lost, or stands past what the lake holds, and have every table read again.
+
+    An intact slot is left as it is. Otherwise nothing between the old frontier and the new slot is in any stream: until a table has been read again it
+    is not published, and its old `current` stays as it was. To be called by the holder of the slot's lock only.
+    """
+    ledger = Ledger(Lake(settings.lake))
+    state = slot.inspect(conn, settings.slot)
+    frontier = ledger.frontier()
+    if frontier is not None and (state is None or state.wal_status == "lost" or state.confirmed_flush_lsn > _durable(ledger, frontier)):
+        if state is not None:
+            slot.drop(conn, settings.slot)
+        publication.ensure(conn, settings.publication, settings.tables)
+        state = slot.create(settings.dsn, settings.slot, blocked_timeout=settings.blocked_timeout, warn=warn)
+        ledger.append_window(_origin(settings.slot, state.confirmed_flush_lsn))
+        ledger.record_tables(
+            [
+                replace(known, state="pending", reason=None, generation=None, reading=None, published=None)
+                for known in ledger.tables().values()
+                if known.state not in ("skipped", "gone")
+            ]
+        )
+    attach(settings, conn, warn=warn)
+
+
+def _durable(ledger: Ledger, frontier: int) -> int:
+    """How far the slot may stand: windows that are prepared are durable, though raw may not name their files yet."""
+    return max([frontier, *(window.end_lsn for window in ledger.prepared())])
 
 
 def _require_same_source(lake: Lake, recorded: Source, ours: Source) -> None:

@@ -18,6 +18,7 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Window
 from pgwal_pipeline.lake.raw import commit_window
 from pgwal_pipeline.lsn import format_lsn, window_key
+from pgwal_pipeline.pipeline import bootstrap as bootstraps
 from pgwal_pipeline.pipeline.bootstrap import Attached, attach
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
 from pgwal_pipeline.pipeline.window import read_window
@@ -36,6 +37,12 @@ def bootstrap(settings: Settings, *, progress: Progress) -> Attached:
     """Make what is missing on the source (publication, slot) and record its tables, reading nothing."""
     with slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout), connect(settings.dsn) as conn:
         return attach(settings, conn, warn=progress.warn)
+
+
+def renew(settings: Settings, *, progress: Progress) -> None:
+    """The way on after a gap: make a lost or missing slot anew, and have every table read again."""
+    with slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout), connect(settings.dsn) as conn:
+        bootstraps.renew(settings, conn, warn=progress.warn)
 
 
 def next_target(settings: Settings) -> int:
@@ -62,12 +69,11 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
         stack.enter_context(slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout))
         conn = stack.enter_context(connect(settings.dsn))
         attached = attach(settings, conn, warn=warn)
-        recover(lake, ledger)
+        reports = [window_report(window) for window in recover(lake, ledger)]
         frontier = ledger.frontier()
         assert frontier is not None
         end = catalog.flush_lsn(conn) if end_lsn is None else end_lsn
         lag_before = slot.lag(conn, settings.slot)
-        reports: list[WindowReport] = []
         if end > frontier or attached.slot.confirmed_flush_lsn < frontier:
             started = time.perf_counter()
             stream = stack.enter_context(
@@ -97,10 +103,12 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
     )
 
 
-def recover(lake: Lake, ledger: Ledger) -> None:
+def recover(lake: Lake, ledger: Ledger) -> list[Window]:
     """Complete the windows that were prepared when a process died: their files are durable, so they are named in raw and done."""
-    for window in ledger.prepared():
+    windows = ledger.prepared()
+    for window in windows:
         _complete(lake, ledger, window)
+    return windows
 
 
 def _drain_window(

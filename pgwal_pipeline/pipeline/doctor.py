@@ -1,0 +1,69 @@
+"""Everything the pipeline stands on, looked at one by one before anything is touched."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pgwal_pipeline.errors import PgwalError, SettingError
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Ledger
+from pgwal_pipeline.local.java import ensure_java
+from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.postgres import health
+from pgwal_pipeline.settings import Settings
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at: what was found, and what mends it where it is not `ok`."""
+
+    name: str
+    ok: bool
+    found: str
+    mend: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The check as `pgwal doctor --json` shows it."""
+        return asdict(self)
+
+
+def examine(environment: Mapping[str, str]) -> list[Check]:
+    """Look at settings, source, lake and Spark; never raises for what it finds wrong, and changes nothing."""
+    try:
+        settings = Settings.from_environment(environment)
+        dsn = settings.dsn
+    except SettingError as error:
+        return [Check("settings", False, str(error), "Set the variable as the sentence says; .env.example lists them all.")]
+    checks = [Check("settings", True, f"lake {settings.lake}, slot {settings.slot}, publication {settings.publication}")]
+    checks += [
+        Check(check.name, check.ok, check.found, check.mend)
+        for check in health.doctor_checks(dsn, slot=settings.slot, publication=settings.publication, globs=settings.tables)
+    ]
+    checks.append(_probe("lake", lambda: _lake(settings)))
+    checks.append(_probe("java", _java))
+    return checks
+
+
+def _probe(name: str, look: Callable[[], Check]) -> Check:
+    try:
+        return look()
+    except PgwalError as error:
+        return Check(name, False, str(error), "Do as the sentence says, then run `pgwal doctor` again.")
+
+
+def _lake(settings: Settings) -> Check:
+    lake = Lake(settings.lake)
+    lake.require_writable()
+    ledger = Ledger(lake)
+    source, frontier = ledger.source(), ledger.frontier()
+    if source is None:
+        return Check("lake", True, f"{lake.uri} is writable and new")
+    for variable, was, now in (("SLOT", source.slot, settings.slot), ("PUBLICATION", source.publication, settings.publication)):
+        if was != now:
+            return Check("lake", False, f"{lake.uri} is fed by {variable.lower()} {was}, not {now}", f"Set PGWAL_{variable}={was}.")
+    return Check("lake", True, f"{lake.uri} holds database {source.database} up to {format_lsn(frontier) if frontier is not None else 'nothing yet'}")
+
+
+def _java() -> Check:
+    found = ensure_java()
+    return Check("java", True, f"JAVA_HOME {found.get('JAVA_HOME', 'as it is')}")

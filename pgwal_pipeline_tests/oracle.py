@@ -1,0 +1,62 @@
+"""The oracle: the source itself, read by psycopg, against what readers find in the lake. Shares no code with the decoder."""
+
+from collections import Counter
+from decimal import Decimal
+from typing import Any
+
+import polars as pl
+import psycopg
+
+from pgwal_pipeline_tests.support import Source
+
+# Types that the lake holds as such; every other one is Postgres's own text there.
+_TYPED = {"bool", "int2", "int4", "int8", "float4", "float8", "oid", "date", "timestamp", "timestamptz", "bytea"}
+
+
+def source_rows(conn: psycopg.Connection[Any], table: str) -> Counter[tuple[Any, ...]]:
+    """Every row of `table` (a quoted name) with how often it stands there, as Python values."""
+    with conn.transaction():
+        conn.execute("SET LOCAL TimeZone = 'UTC'")
+        columns = conn.execute(
+            "SELECT attname, typname, atttypmod FROM pg_attribute JOIN pg_type ON pg_type.oid = atttypid"
+            " WHERE attrelid = %s::regclass AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
+            [table],
+        ).fetchall()
+        wanted = ", ".join(_expression(*column) for column in columns)
+        return Counter(_hashable(row) for row in conn.execute(f"SELECT {wanted} FROM {table}".encode()))
+
+
+def _expression(name: str, type_name: str, typmod: int) -> str:
+    quoted = '"' + name.replace('"', '""') + '"'
+    typed = type_name in _TYPED or (type_name == "numeric" and typmod >= 0)
+    return quoted if typed else f"{quoted}::text"
+
+
+def lake_rows(path: str, version: int | None = None) -> Counter[tuple[Any, ...]]:
+    """Every row of a `current` table at a version, without the pipeline's own columns."""
+    frame = pl.scan_delta(path, version=version).collect()
+    return Counter(_hashable(row) for row in frame.select(pl.exclude("^_pgwal_.*$")).iter_rows())
+
+
+def _hashable(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_value(value) for value in row)
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, float) and value != value:
+        return "NaN"
+    if isinstance(value, Decimal):
+        return value.normalize()
+    if isinstance(value, list):
+        return tuple(_value(element) for element in value)
+    if isinstance(value, memoryview):
+        return bytes(value)
+    return value
+
+
+def assert_equal(source: Source, table: str, path: str, version: int | None = None) -> int:
+    """Fail with the first differing rows unless the lake holds just the source's rows; gives their number."""
+    expected, found = source_rows(source.connect(), table), lake_rows(path, version)
+    missing, extra = expected - found, found - expected
+    assert not missing and not extra, f"{table}: missing {list(missing)[:5]}, extra {list(extra)[:5]} of {sum(expected.values())} rows"
+    return sum(expected.values())

@@ -1,0 +1,120 @@
+"""A pipeline of the test's own: a lake in a temporary folder, fed from the `source` fixture's database."""
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Ledger
+from pgwal_pipeline.pipeline import drain as drains
+from pgwal_pipeline.pipeline import publish as publishes
+from pgwal_pipeline.pipeline import snapshot as snapshots
+from pgwal_pipeline.pipeline.reports import DrainReport, PublishReport
+from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests.oracle import assert_equal
+from pgwal_pipeline_tests.support import Source
+
+
+@dataclass
+class Pipeline:
+    """Runs the pipeline's stages in this process; `child` runs one in a process of its own, to be killed."""
+
+    source: Source
+    settings: Settings
+    spark: Callable[[], Any]
+
+    @property
+    def lake(self) -> Lake:
+        return Lake(self.settings.lake)
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(self.lake)
+
+    def drain(self, end_lsn: int | None = None) -> DrainReport:
+        return drains.drain(self.settings, end_lsn=end_lsn, progress=Silent())
+
+    def snapshot(self) -> None:
+        snapshots.snapshot(self.settings, progress=Silent())
+
+    def publish(self, tables: list[TableName] | None = None) -> PublishReport:
+        return publishes.publish(self.settings, self.spark, tables=tables, progress=Silent())
+
+    def sync(self) -> PublishReport:
+        """Everything once, in the order in which a first run does it."""
+        drains.bootstrap(self.settings, progress=Silent())
+        if snapshots.needed(self.settings):
+            self.snapshot()
+        self.drain()
+        return self.publish()
+
+    def assert_current(self, *tables: str) -> None:
+        """The newest publish holds just what the source holds now (nobody may write meanwhile)."""
+        publish = self.ledger.publish()
+        assert publish is not None, "nothing was published"
+        for table in tables:
+            pointer = publish.tables[TableName.parse(table)]
+            assert_equal(self.source, table, pointer.path, pointer.version)
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        return {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PGWAL_")},
+            "PGWAL_SOURCE_DSN": self.source.dsn,
+            "PGWAL_LAKE": self.settings.lake,
+            "PGWAL_SLOT": self.settings.slot,
+            "PGWAL_PUBLICATION": self.settings.publication,
+            "PGWAL_SPARK_CONF": json.dumps({"spark.driver.memory": "1g"}),
+            "PGWAL_SNAPSHOT_CHUNK_ROWS": str(self.settings.snapshot_chunk_rows),
+            "DAGSTER_HOME": str(Path(self.settings.lake).parent / "dagster"),
+            **extra,
+        }
+
+    def child(self, code: str, *, environment: Mapping[str, str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Run Python `code` in a process of its own, with `settings` and `progress` at hand and PGWAL_* in its environment."""
+        prelude = (
+            "from pgwal_pipeline.settings import Settings\nfrom pgwal_pipeline.progress import Silent\n"
+            "settings, progress = Settings.from_environment(), Silent()\n"
+        )
+        return subprocess.run(
+            [sys.executable, "-c", prelude + code],
+            env=self.environment(**(environment or {})),
+            timeout=timeout,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+
+@pytest.fixture
+def make_pipeline(source: Source, tmp_path: Path) -> Callable[..., Pipeline]:
+    """`make_pipeline(**settings)`: a pipeline without Spark on the test's database."""
+
+    def make(**overrides: Any) -> Pipeline:
+        name = f"t_{uuid.uuid4().hex[:10]}"
+        values = {"slot": name, "publication": name, "lake": str(tmp_path / "lake"), "busy_timeout": 20, "blocked_timeout": 20}
+        settings = Settings.from_environment({}, source_dsn=source.dsn, **(values | overrides))
+
+        def no_spark() -> Any:
+            raise AssertionError("this test has no Spark")
+
+        return Pipeline(source, settings, no_spark)
+
+    return make
+
+
+@pytest.fixture
+def pipeline(make_pipeline: Callable[..., Pipeline], spark: Any) -> Iterator[Pipeline]:
+    """A pipeline with the run's Spark session."""
+    made = make_pipeline()
+    made.spark = lambda: spark
+    yield made
