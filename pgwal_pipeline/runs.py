@@ -1,8 +1,8 @@
 """The commands as Dagster runs: the same jobs as the UI's, executed by this process and recorded in the same instance."""
 
 import contextvars
+import logging
 import os
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -12,7 +12,11 @@ from typing import Any
 import dagster as dg
 
 from pgwal_pipeline import progress
+from pgwal_pipeline.asset_specs import REPORT
+from pgwal_pipeline.components.processes import process_tags
 from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
@@ -21,11 +25,9 @@ from pgwal_pipeline.pipeline.status import lag
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
 
-REPORT = "pgwal/report"
-"""The metadata entry under which a step leaves its report as JSON."""
-
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 _LOOK_EVERY = 1.0  # seconds between looks at the lag while a snapshot is read
+_CONFIGURED = {"snapshot": "take_snapshots", "verify": "verify_current"}
 
 Part = Mapping[str, Any]
 
@@ -41,18 +43,14 @@ def dagster_home() -> Path:
 def sync(settings: Settings) -> RunReport:
     """The main job: bootstrap, snapshot what needs it while draining goes on, drain to the position read at the start, publish."""
     with _jobs(settings) as run:
-        target = drains.next_target(settings)
-        parts: list[Part] = []
-        if snapshots.needed(settings):
-            parts += _snapshot_beside_drains(settings, run, {})
-            target = drains.next_target(settings)
-        return RunReport.join(parts + run("sync", target))
+        parts = _snapshot_beside_drains(settings, run, {}) if snapshots.needed(settings) else []
+        return RunReport.join(parts + _drain(settings, run, "sync"))
 
 
 def drain(settings: Settings) -> RunReport:
     """Only slot to raw."""
     with _jobs(settings) as run:
-        return RunReport.join(run("drain", drains.next_target(settings)))
+        return RunReport.join(_drain(settings, run, "drain"))
 
 
 def publish(settings: Settings) -> RunReport:
@@ -65,17 +63,27 @@ def resnapshot(settings: Settings, tables: Sequence[TableName] | None) -> RunRep
     """Read `tables` again, all of them where it is None (then a lost or missing slot is made anew first), and publish."""
     if tables is None:
         drains.renew(settings, progress=progress.Silent())
+        tables = [state.table for state in Ledger(Lake(settings.lake)).tables().values() if state.state not in ("skipped", "gone")]
     with _jobs(settings) as run:
-        names = {"tables": [str(table) for table in tables]} if tables is not None else {}
-        parts = _snapshot_beside_drains(settings, run, names)
-        return RunReport.join(parts + run("sync", drains.next_target(settings)))
+        parts = _snapshot_beside_drains(settings, run, {"tables": [str(table) for table in tables]}) if tables else []
+        return RunReport.join(parts + _drain(settings, run, "sync"))
 
 
 def verify(settings: Settings, tables: Collection[TableName] | None) -> dict[str, Any]:
     """Compare source and `current` at one LSN; the JSON of the comparison."""
     with _jobs(settings) as run:
         config = {"tables": [str(table) for table in tables]} if tables is not None else {}
-        return dict(run("verify", config=config)[-1]["verify"])
+        return next(dict(part["verify"]) for part in run("verify", config=config) if "verify" in part)
+
+
+def _drain(settings: Settings, run: "_Runner", job: str) -> list[Part]:
+    """Run `job` for the window that ends where the source has flushed to now; with nothing beyond the frontier there is no new window."""
+    target = drains.next_target(settings)
+    frontier = Ledger(Lake(settings.lake)).frontier()
+    if frontier is None or target > frontier:
+        return run(job, target)
+    settled = drains.drain(settings, end_lsn=frontier, progress=progress.Silent()).to_json()
+    return [settled, *(run("publish") if job == "sync" else [])]
 
 
 def _snapshot_beside_drains(settings: Settings, run: "_Runner", config: Mapping[str, Any]) -> list[Part]:
@@ -84,24 +92,65 @@ def _snapshot_beside_drains(settings: Settings, run: "_Runner", config: Mapping[
     with ThreadPoolExecutor(1, "pgwal-snapshot") as pool:
         reading = pool.submit(contextvars.copy_context().run, run, "snapshot", config=config)
         while not wait([reading], _LOOK_EVERY).done:
-            reading_lag = lag(settings)
-            if reading_lag.lag_bytes >= settings.lag_threshold:
-                drained += run("drain", reading_lag.flush_lsn)
+            if lag(settings).lag_bytes >= settings.lag_threshold:
+                drained += _drain(settings, run, "drain")
         return drained + reading.result()
 
 
 class _Runner:
-    """Executes jobs of one code location in one instance."""
+    """Executes jobs of this code location in one instance."""
 
     def __init__(self, definitions: dg.Definitions, instance: dg.DagsterInstance) -> None:
         self._definitions = definitions
         self._instance = instance
 
     def __call__(self, job_name: str, target: int | None = None, config: Mapping[str, Any] | None = None) -> list[Part]:
-        """Run a job to its end; the reports its steps left, in their order. Raises the step's own error where one failed."""
-        raise NotImplementedError
+        """Run a job to its end, for the window that ends at `target` where it is given; the reports its steps left, in their order.
+
+        Raises the PgwalError that ended the run.
+        """
+        job = self._definitions.resolve_job_def(job_name)
+        key = None if target is None else window_key(target)
+        if key is not None and isinstance(job.partitions_def, dg.DynamicPartitionsDefinition) and job.partitions_def.name is not None:
+            self._instance.add_dynamic_partitions(job.partitions_def.name, [key])
+        ops = {"ops": {self._op(job, job_name): {"config": dict(config)}}} if config else {}
+        try:
+            result = job.execute_in_process(run_config={**_QUIET, **ops}, instance=self._instance, partition_key=key, tags=process_tags())
+        except Exception as error:
+            raise _cause(error) from error
+        return [
+            metadata[REPORT].value  # pyright: ignore[reportReturnType]
+            for event in result.all_events
+            if event.is_asset_observation and REPORT in (metadata := event.asset_observation_data.asset_observation.metadata)
+        ]
+
+    @staticmethod
+    def _op(job: dg.JobDefinition, job_name: str) -> str:
+        """The op that takes the job's config: it has another name while no table is known."""
+        wanted = _CONFIGURED[job_name]
+        return wanted if job.has_node_named(wanted) else job.nodes[0].name
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The pipeline's own error behind what Dagster raises, or the error itself."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, PgwalError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    if isinstance(error, dg.Failure):
+        return PgwalError(error.description or "The run failed.")
+    return error
 
 
 @contextmanager
 def _jobs(settings: Settings, *, bootstrap: bool = True) -> Iterator[_Runner]:
-    raise NotImplementedError
+    """The code location's jobs, loaded after the source has all it needs, so that they know every table."""
+    dagster_home()
+    logging.getLogger("dagster").setLevel(logging.CRITICAL)
+    if bootstrap:
+        drains.bootstrap(settings, progress=progress.Silent())
+    from pgwal_pipeline.definitions import defs
+
+    with dg.DagsterInstance.get() as instance, progress.Terminal() as terminal, progress.watched_by(terminal):
+        yield _Runner(defs(), instance)
