@@ -234,6 +234,28 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
+class LagReading:
+    """How far the slot stands behind its source: one cheap reading, nothing decoded.
+
+    `lag_bytes` is `flush_lsn - confirmed_flush_lsn`, and 0 without a slot. `snapshot` is `pg_current_snapshot()` as text and `insert_lsn`
+    the insert position (the replay position on a standby) read *after* it. So once the slot is confirmed at or past `insert_lsn`, and for
+    as long as the text stays the same, no transaction that wrote anything can be unread: checkpoints and our own reading move the LSN, but
+    not the snapshot. `publish_due`: raw or a snapshot holds something that the newest publish does not.
+    """
+
+    slot_exists: bool
+    lag_bytes: int
+    confirmed_flush_lsn: int | None
+    flush_lsn: int
+    insert_lsn: int
+    snapshot: str
+    publish_due: bool = False
+    active_pid: int | None = None
+    wal_status: str | None = None
+    safe_wal_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RunReport:
     """One command's outcome, joined from the JSON that its steps left.
 
