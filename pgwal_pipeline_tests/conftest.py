@@ -4,15 +4,22 @@
 - `postgres_matrix`, `source_matrix`: the same, once for each major version at hand (mark `matrix`).
 - `make_server(**settings)`: a server of the test's own, for tests that kill it or need other settings, as in
   `make_server(max_slot_wal_keep_size="1MB")`; `fresh_source(server)` of `support` makes a database on it.
+- `spark`: the run's Spark session, on this machine; `spark_connect`: a session on a Connect server, a process beside.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pgwal_pipeline.lake.session import spark_session
+from pgwal_pipeline.local.connect import ConnectServer
 from pgwal_pipeline.local.postgres import Installation, Postgres, default_installation, servers
+from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.support import Source, fresh_source, start_server
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 _MATRIX = [pytest.param(found, id=f"pg{found.version}", marks=pytest.mark.matrix) for found in servers()]
 
@@ -70,3 +77,35 @@ def make_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
     yield make
     for server in made:
         server.destroy()
+
+
+@pytest.fixture(scope="session")
+def spark_settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """Settings under which this run's Spark is started: two cores of this machine, little memory."""
+    lake = str(tmp_path_factory.mktemp("lake"))
+    return Settings(lake=lake, spark_master="local[2]", spark_conf={"spark.driver.memory": "2g", "spark.sql.shuffle.partitions": "2"})
+
+
+@pytest.fixture(scope="session")
+def spark(spark_settings: Settings) -> "Iterator[SparkSession]":
+    """The Spark session of this run; starting it takes seconds, so all tests share it."""
+    session = spark_session(spark_settings, app_name="pgwal-tests")
+    yield session
+    session.stop()
+
+
+@pytest.fixture(scope="session")
+def connect_server(spark_settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
+    """A Spark Connect server with Delta Lake; its `.address` is what `PGWAL_SPARK_REMOTE` takes."""
+    with ConnectServer(spark_settings, tmp_path_factory.mktemp("connect") / "server.log") as server:
+        yield server
+
+
+@pytest.fixture
+def spark_connect(connect_server: ConnectServer, spark_settings: Settings) -> "Iterator[SparkSession]":
+    """A session on the Connect server. While the test runs, pyspark's functions make columns for Connect, not for `spark`."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
+        session = spark_session(spark_settings.model_copy(update={"spark_remote": connect_server.address}))
+        yield session
+        session.stop()

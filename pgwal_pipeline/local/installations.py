@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pgwal_pipeline.errors import PgwalError, SettingError
+from pgwal_pipeline.local.cache import check_private
 
 BIN_VARIABLE = "PGWAL_POSTGRES_BIN"
 
@@ -140,11 +141,7 @@ def _shared_cache() -> Path:
     base = system if system.is_dir() and os.access(system, os.W_OK) else Path(tempfile.gettempdir())
     folder = base / "pgwal_pipeline"
     folder.mkdir(mode=0o755, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022 or folder.is_symlink():
-        raise PgwalError(
-            f"{folder} belongs to another user or others may write to it; remove it, so that programs can be kept there safely."
-        )
+    check_private(folder)
     folder.chmod(0o755)
     return folder
 

@@ -6,21 +6,17 @@ data. It ends with the process that started it, whatever ends that one; data liv
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import os
 import pwd
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +25,7 @@ from urllib.parse import quote
 
 from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.local.installations import Installation, default_installation, installation, reachable, runnable_by, servers
+from pgwal_pipeline.local.process import free_port, port_free, spawn
 
 __all__ = ["Installation", "Postgres", "default_installation", "installation", "servers"]
 
@@ -43,7 +40,6 @@ _PASSWORD_FILE = "pgwal_password"  # noqa: S105 (the name of a file)
 _LOG_LIMIT = 16 << 20
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +71,7 @@ class Postgres:
         self.settings = {**DEFAULT_SETTINGS, **(settings or {})}
         self.port = port
         self.log_file = self._beside(".log")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[Any] | None = None
         self._lock: IO[str] | None = None
         self._socket_dir: Path | None = None
         self._password = ""
@@ -274,8 +270,8 @@ class Postgres:
         chosen_here = self.port is None
         deadline = time.monotonic() + _START_SECONDS
         while True:
-            port = self.port = _free_port() if self.port is None else self.port
-            if not chosen_here and not _port_free(port):
+            port = self.port = free_port() if self.port is None else self.port
+            if not chosen_here and not port_free(port):
                 raise PgwalError(f"Port {port} on 127.0.0.1 is taken by another program; choose another one for the Postgres server.")
             shown = self._attempt(programs, account, port, deadline)
             if shown is None:
@@ -303,7 +299,7 @@ class Postgres:
             command = [str(programs.bin / "postgres"), "-D", folder.path]
             for name, value in settings.items():
                 command += ["-c", f"{name}={value}"]
-            process = self._process = _spawn(command, log, folder.fds, account)
+            process = self._process = spawn(command, log, death_signal=signal.SIGINT, pass_fds=folder.fds, **_as(account))
         while process.poll() is None:
             lines = self._pid_file()
             if len(lines) >= 8 and lines[0] == str(process.pid) and lines[7].strip() == "ready":
@@ -381,55 +377,6 @@ def _as(account: _Account) -> dict[str, Any]:
     return {"cwd": "/", "env": {**kept, "LC_ALL": "C"}, **identity}
 
 
-def _spawn(command: Sequence[str], log: IO[bytes], fds: tuple[int, ...], account: _Account) -> subprocess.Popen[bytes]:
-    """Start the server from a thread that lives as long as it does: Linux's parent-death signal fires when the starting *thread* ends."""
-    started: list[subprocess.Popen[bytes] | BaseException] = []
-    ready = threading.Event()
-
-    def run() -> None:
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=fds,
-                start_new_session=True,
-                preexec_fn=_die_with_parent(),  # noqa: PLW1509 (one system call, looked up before)
-                **_as(account),
-            )
-        except BaseException as error:  # noqa: BLE001 (handed to the caller)
-            started.append(error)
-            ready.set()
-            return
-        started.append(process)
-        ready.set()
-        process.wait()
-
-    threading.Thread(target=run, name="pgwal-postgres", daemon=True).start()
-    ready.wait()
-    outcome = started[0]
-    if isinstance(outcome, OSError):
-        raise PgwalError(f"The Postgres program {command[0]} cannot be run: {outcome.strerror}.") from outcome
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """What the new process does first: ask for SIGINT (a fast stop) when its parent goes. Linux only."""
-    if not sys.platform.startswith("linux"):
-        return None
-    # Looked up before the fork: nothing may be loaded between fork and exec.
-    prctl = ctypes.CDLL(None).prctl
-    arguments = (ctypes.c_int(_PR_SET_PDEATHSIG), ctypes.c_ulong(signal.SIGINT), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
-
-    def ask() -> None:
-        prctl(*arguments)
-
-    return ask
-
-
 def _children(pid: int) -> list[int]:
     """The processes that `pid` started, where the system tells (Linux); elsewhere they notice by themselves that it is gone."""
     try:
@@ -456,22 +403,6 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
-    return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _port_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
     return True
 
 
