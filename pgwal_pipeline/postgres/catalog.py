@@ -135,7 +135,7 @@ def resolve_types(conn: Connection, pairs: Iterable[tuple[int, int]]) -> dict[tu
     rows = _all(
         conn,
         """WITH RECURSIVE needed (oid, typmod) AS (
-               SELECT * FROM pg_catalog.unnest(%s::oid[], %s::int4[])
+               SELECT * FROM unnest(%s::oid[], %s::int4[])
              UNION
                SELECT CASE t.typtype WHEN 'd' THEN t.typbasetype ELSE t.typelem END,
                    CASE t.typtype WHEN 'd' THEN t.typtypmod ELSE n.typmod END
