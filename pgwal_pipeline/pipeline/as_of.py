@@ -21,7 +21,9 @@ def find_publish(settings: Settings, when: str = "latest") -> dict[str, Any]:
         raise LakeError(f"Nothing has been published in the lake {settings.lake} yet; run `pgwal sync` first.")
     found = _newest(publishes, when)
     if found is None:
-        raise LakeError(f"Nothing was published at or before {when}; the oldest publish in the lake is of {publishes[0].published_at.isoformat()}.")
+        raise LakeError(
+            f"Nothing was published at or before {when}; the oldest publish in the lake is of {publishes[0].published_at.isoformat()}."
+        )
     answer = publish_report(found).to_json()
     assert answer is not None
     return answer

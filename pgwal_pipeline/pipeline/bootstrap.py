@@ -73,7 +73,7 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None])
         frontier = state.confirmed_flush_lsn
     elif state.confirmed_flush_lsn > _durable(ledger, frontier):
         raise SlotLost(
-            f"Slot {settings.slot} was advanced to {format_lsn(state.confirmed_flush_lsn)} by someone else, but the lake holds changes up to "
+            f"Slot {settings.slot} was advanced to {format_lsn(state.confirmed_flush_lsn)} by someone else, but the lake has changes up to "
             f"{format_lsn(frontier)} only. Run `pgwal resnapshot --all` to read every table again."
         )
     relations = {relation.table: relation for relation in catalog.tables_of(conn, settings.publication)}
@@ -84,8 +84,8 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None])
 def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> None:
     """Make a slot anew that is missing, lost, or stands past what the lake holds, and have every table read again.
 
-    An intact slot is left as it is. Otherwise nothing between the old frontier and the new slot is in any stream: until a table has been read again it
-    is not published, and its old `current` stays as it was. To be called by the holder of the slot's lock only.
+    An intact slot is left as it is. Otherwise nothing between the old frontier and the new slot is in any stream: until a table has been
+    read again it is not published, and its old `current` stays as it was. To be called by the holder of the slot's lock only.
     """
     ledger = Ledger(Lake(settings.lake))
     state = slot.inspect(conn, settings.slot)
@@ -114,8 +114,9 @@ def _durable(ledger: Ledger, frontier: int) -> int:
 def _require_same_source(lake: Lake, recorded: Source, ours: Source) -> None:
     if (recorded.system_identifier, recorded.database_oid) != (ours.system_identifier, ours.database_oid):
         raise LakeError(
-            f"The lake {lake.uri} was built from database {recorded.database} of cluster {recorded.system_identifier}, but PGWAL_SOURCE_DSN "
-            f"leads to database {ours.database} of cluster {ours.system_identifier}: set PGWAL_LAKE to another place, or the DSN to that source."
+            f"The lake {lake.uri} was built from database {recorded.database} of cluster {recorded.system_identifier}, but "
+            f"PGWAL_SOURCE_DSN leads to database {ours.database} of cluster {ours.system_identifier}: "
+            f"set PGWAL_LAKE to another place, or the DSN to that source."
         )
     for variable, was, now in (("SLOT", recorded.slot, ours.slot), ("PUBLICATION", recorded.publication, ours.publication)):
         if was != now:

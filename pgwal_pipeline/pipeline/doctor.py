@@ -61,7 +61,9 @@ def _lake(settings: Settings) -> Check:
     for variable, was, now in (("SLOT", source.slot, settings.slot), ("PUBLICATION", source.publication, settings.publication)):
         if was != now:
             return Check("lake", False, f"{lake.uri} is fed by {variable.lower()} {was}, not {now}", f"Set PGWAL_{variable}={was}.")
-    return Check("lake", True, f"{lake.uri} holds database {source.database} up to {format_lsn(frontier) if frontier is not None else 'nothing yet'}")
+    return Check(
+        "lake", True, f"{lake.uri} holds database {source.database} up to {format_lsn(frontier) if frontier is not None else 'nothing yet'}"
+    )
 
 
 def _java() -> Check:

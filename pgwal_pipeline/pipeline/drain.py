@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +15,7 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.errors import SlotLost, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger, Window
+from pgwal_pipeline.lake.ledger import Ledger, TableState, Window
 from pgwal_pipeline.lake.raw import commit_window
 from pgwal_pipeline.lsn import format_lsn, window_key
 from pgwal_pipeline.pipeline import bootstrap as bootstraps
@@ -181,14 +181,16 @@ def _describe_on(conn: psycopg.Connection[Any]) -> Callable[[RelationMessage], R
 
 def _record_relations(ledger: Ledger, relations: Iterable[Relation]) -> None:
     """Write down the tables' definitions as the stream showed them, where they differ from what is known."""
-    known = ledger.tables()
-    ledger.record_tables(
-        [
+
+    def changed(known: Mapping[TableName, TableState]) -> list[TableState]:
+        return [
             replace(known[relation.table], relation=relation, key=relation.key)
             for relation in relations
             if relation.table in known and known[relation.table].relation != relation
         ]
-    )
+
+    if changed(ledger.tables()):
+        ledger.amend_tables(changed)
 
 
 def _await_confirmation(conn: psycopg.Connection[Any], name: str, lsn: int) -> None:

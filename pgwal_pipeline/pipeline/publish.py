@@ -1,4 +1,4 @@
-"""The publish: `current` of every table is brought to the frontier, and the Delta versions that stand there together are recorded as one."""
+"""The publish: `current` of every table is brought to the frontier, and the Delta versions that stand there are recorded as one."""
 
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -43,9 +43,9 @@ def publish(
 ) -> PublishReport:
     """Merge what raw holds up to the frontier into `current`, and record the publish; with nothing to merge Spark is never started.
 
-    A table whose snapshot is not whole, or not yet passed by the frontier, is left out until it is. One that fails goes to state `error` and
-    the others are published. With `tables` only those are merged and nothing is recorded: every table of a publish stands at its LSN, and the
-    next whole publish takes them in.
+    A table whose snapshot is not whole, or not yet passed by the frontier, is left out until it is. One that fails goes to state `error`
+    and the others are published. With `tables` only those are merged and nothing is recorded: every table of a publish stands at its LSN,
+    and the next whole publish takes them in.
     """
     started = time.perf_counter()
     lake = Lake(settings.lake)
@@ -54,11 +54,7 @@ def publish(
     if frontier is None:
         return PublishReport(lsn=None, published_at=None, tables={}, seconds={})
     last = ledger.publish()
-    works = [
-        work
-        for work in _plan(lake, ledger, frontier, last)
-        if tables is None or work.state.table in tables
-    ]
+    works = [work for work in _plan(lake, ledger, frontier, last) if tables is None or work.state.table in tables]
     to_do = [work for work in works if work.request is not None]
     session_seconds = 0.0
     outcomes: dict[TableName, MergeResult | TableError] = {}
@@ -131,6 +127,9 @@ def _replace_request(
 ) -> ReplaceRequest:
     assert state.generation is not None
     assert state.required_lsn is not None
+    # What a slot before this one gave ends in a gap, and a row deleted within the gap must not come back.
+    origin = max((window.start_lsn for window in windows if window.start_lsn == window.end_lsn), default=0)
+    fresh = [window for window in windows if window.end_lsn > origin]
     return ReplaceRequest(
         table=state.table,
         raw_path=lake.raw(state.table),
@@ -145,9 +144,9 @@ def _replace_request(
         snapshot_lsn=state.required_lsn,
         key=relation.key,
         columns=relation.column_names,
-        from_lsn=0,
+        from_lsn=origin,
         to_lsn=frontier,
-        traits=_traits(state, windows),
+        traits=_traits(state, fresh),
     )
 
 
@@ -206,8 +205,15 @@ def _settle(
         elif work.pointer is not None:
             pointers[state.table] = work.pointer
     if changed:
-        ledger.record_tables(changed)
+        ledger.amend_tables(lambda known: [_settled(known.get(state.table, state), state) for state in changed])
     return pointers, errors
+
+
+def _settled(known: TableState, outcome: TableState) -> TableState:
+    """A table's state with what the publish found out about it; the rest may have moved on meanwhile."""
+    if outcome.state == "error":
+        return replace(known, state="error", reason=outcome.reason)
+    return replace(known, published=outcome.published)
 
 
 def _table_reports(

@@ -48,10 +48,7 @@ def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *,
         if not states:
             bootstrap(settings, progress=progress)
             states = ledger.tables()
-        if tables is None:
-            todo = [states[table] for table in needed(settings)]
-        else:
-            todo = [_begin_anew(states, table) for table in tables]
+        todo = [states[table] for table in needed(settings)] if tables is None else [_begin_anew(states, table) for table in tables]
         relations = {relation.table: relation for relation in catalog.tables_of(conn, settings.publication)}
         reports = []
         for state in todo:
@@ -104,10 +101,7 @@ def _read_table(settings: Settings, conn: psycopg.Connection[Any], ledger: Ledge
             raise
     # TRUNCATE and rewriting DDL are not MVCC-safe: only what was written after the last read is surely in the stream alone.
     required = max([catalog.insert_lsn(conn), *(chunk.insert_lsn or 0 for chunk in done)])
-    latest = ledger.tables().get(state.table, state)
-    ledger.record_tables(
-        [replace(latest, state="ready", reason=None, reading=None, generation=state.reading, required_lsn=required)]
-    )
+    ledger.amend_tables(lambda known: [_whole(known.get(state.table, state), state, required)])
     failpoints.hit("snapshot.after_table")
     return SnapshotReport(
         table=state.table,
@@ -117,6 +111,11 @@ def _read_table(settings: Settings, conn: psycopg.Connection[Any], ledger: Ledge
         seconds=time.time() - started,
         started=started,
     )
+
+
+def _whole(known: TableState, state: TableState, required_lsn: int) -> TableState:
+    """The table's state once every chunk is there; what the stream has said of its columns meanwhile stays."""
+    return replace(known, state="ready", reason=None, reading=None, joined_xid=None, generation=state.reading, required_lsn=required_lsn)
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,6 @@ class _ChunkReader:
         failpoints.hit("snapshot.between_read_and_write")
         self.writer.write(attempt, [decode_copy(blocks, self.relation)])
         failpoints.hit("snapshot.before_chunk_record")
-        finished = replace(
-            chunk, attempt=attempt, rows=read.rows, bytes=read.bytes, snapshot=read.snapshot, insert_lsn=read.insert_lsn
-        )
+        finished = replace(chunk, attempt=attempt, rows=read.rows, bytes=read.bytes, snapshot=read.snapshot, insert_lsn=read.insert_lsn)
         self.ledger.record_chunks([finished])
         return finished

@@ -31,8 +31,8 @@ def verify(
 ) -> VerifyReport:
     """Bring `current` to the LSN of a snapshot of the source, and compare the two there.
 
-    A temporary slot gives that pair: the transactions with a commit LSN below its consistent point are just those that its exported snapshot
-    sees. Making it waits for the transactions that are open. Raises SourceRefused for a table that is not followed.
+    A temporary slot gives that pair: the transactions with a commit LSN below its consistent point are just those that its exported
+    snapshot sees. Making it waits for the transactions that are open. Raises SourceRefused for a table that is not followed.
     """
     lake = Lake(settings.lake)
     name = f"{settings.slot}_v_{os.getpid()}"

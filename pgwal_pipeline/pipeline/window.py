@@ -1,7 +1,7 @@
 """One window: the WAL from one LSN to another, read once on one slot and written to Parquet files that nothing names yet.
 
-The reader stays on the thread that owns the connection, so that the server always gets its answers; decoding and writing go on beside it, and a
-bounded queue between the two keeps memory within the budget whatever the size of a transaction.
+The reader stays on the thread that owns the connection, so that the server always gets its answers; decoding and writing go on beside
+it, and a bounded queue between the two keeps memory within the budget whatever the size of a transaction.
 """
 
 import queue
@@ -27,7 +27,8 @@ _IDLE = 0.25  # seconds the reader waits for the server before it looks round
 class WindowRead:
     """What was read of a window: its files, not yet part of any Delta table, and what they hold.
 
-    `min_xid` and `max_xid` bound the 32-bit transaction ids of its changes, None where it has none; `seconds` has `drain`, `decode` and `write`.
+    `min_xid` and `max_xid` bound the 32-bit transaction ids of its changes, None where it has none; `seconds` has `drain`, `decode` and
+    `write`.
     """
 
     writes: tuple[TableWrite, ...]

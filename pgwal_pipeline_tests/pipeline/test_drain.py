@@ -214,7 +214,8 @@ def test_killed_drain_leaves_every_row_once(point: str, source: Source, make_pip
     source.sql("INSERT INTO a SELECT generate_series(1, 500)")
     source.sql("INSERT INTO b SELECT generate_series(1, 500)")
     killed = pipeline.child(
-        "from pgwal_pipeline.pipeline.drain import drain\ndrain(settings, progress=progress)", environment={"PGWAL_FAILPOINTS": f"{point}=kill"}
+        "from pgwal_pipeline.pipeline.drain import drain\ndrain(settings, progress=progress)",
+        environment={"PGWAL_FAILPOINTS": f"{point}=kill"},
     )
     assert killed.returncode == -9, killed.stderr
     source.sql("INSERT INTO a VALUES (501)")

@@ -86,7 +86,9 @@ def transfer(conn: psycopg.Connection[Any], rng: random.Random) -> None:
 
 
 def sum_at(tables: dict[TableName, Any]) -> int:
-    return sum(pl.scan_delta(pointer.path, version=pointer.version).select(pl.col("amount").sum()).collect().item() for pointer in tables.values())
+    return sum(
+        pl.scan_delta(pointer.path, version=pointer.version).select(pl.col("amount").sum()).collect().item() for pointer in tables.values()
+    )
 
 
 def test_every_publish_is_one_transactional_state(source: Source, pipeline: Pipeline) -> None:

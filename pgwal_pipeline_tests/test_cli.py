@@ -1,0 +1,132 @@
+"""The commands as a user runs them: processes of their own, JSON on stdout, one sentence on stderr, exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline_tests.oracle import assert_equal
+from pgwal_pipeline_tests.support import Source, wait_for
+
+
+class Commands:
+    """Runs `pgwal` with a slot, a publication, a lake and a DAGSTER_HOME of the test's own."""
+
+    def __init__(self, folder: Path, dsn: str) -> None:
+        self.folder = folder
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PGWAL_", "PG"))}
+        self.environment = {
+            **inherited,
+            "PGWAL_SOURCE_DSN": dsn,
+            "PGWAL_LAKE": str(folder / "lake"),
+            "PGWAL_SLOT": "cli_test",
+            "PGWAL_PUBLICATION": "cli_test",
+            "PGWAL_BUSY_TIMEOUT": "3s",
+            "DAGSTER_HOME": str(folder / "dagster"),
+        }
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "pgwal_pipeline.cli", *arguments]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=self.folder, env={**self.environment, **environment}, stdout=pipe, stderr=pipe, text=True)
+
+    def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
+        process = self.start(*arguments, **environment)
+        out, err = process.communicate(timeout=240)
+        return process.returncode, out, err
+
+    def json(self, *arguments: str) -> dict[str, Any]:
+        code, out, err = self.run(*arguments, "--json")
+        assert code == 0, err
+        answer = json.loads(out)
+        assert isinstance(answer, dict)
+        return answer
+
+
+@pytest.fixture
+def commands(source: Source, tmp_path: Path) -> Commands:
+    return Commands(tmp_path, source.dsn)
+
+
+def test_the_main_job_from_nothing(source: Source, commands: Commands) -> None:
+    source.sql('CREATE TABLE "Order Lines" (id int, line int, price numeric(8, 2), PRIMARY KEY (id, line))')
+    source.sql("CREATE TABLE nokey (a int)")
+    source.sql('INSERT INTO "Order Lines" SELECT i, 1, i FROM generate_series(1, 30) i')
+    name = 'public."Order Lines"'
+    before = commands.json("status")
+    assert before == {"slot": None, "frontier": None, "publish": None, "tables": {}}
+    assert commands.run("as-of")[0] == 1
+    first = commands.json("sync")
+    assert set(first) == {"windows", "changes", "snapshots", "publish", "warnings", "seconds"}
+    assert [(taken["table"], taken["rows"]) for taken in first["snapshots"]] == [(name, 30)]
+    assert set(first["seconds"]) == {"drain", "decode", "write", "snapshot", "session", "publish", "total"}
+    assert any("nokey" in warning for warning in first["warnings"])
+    source.sql('UPDATE "Order Lines" SET line = 2 WHERE id = 3')
+    second = commands.json("sync")
+    assert (second["changes"], [window["changes"] for window in second["windows"]]) == (1, [1])
+    status = commands.json("status")
+    assert status["tables"][name]["state"] == "ready"
+    assert (status["tables"][name]["key"], status["tables"][name]["rows"]) == (["id", "line"], 30)
+    assert status["tables"]["public.nokey"]["state"] == "skipped"
+    assert status["slot"]["name"] == "cli_test"
+    latest = commands.json("as-of")
+    assert latest == second["publish"] == status["publish"]
+    assert_equal(source, name, latest["tables"][name]["path"], latest["tables"][name]["version"])
+    assert commands.json("as-of", first["publish"]["lsn"])["lsn"] == first["publish"]["lsn"]
+    assert commands.json("as-of", first["publish"]["published_at"])["lsn"] == first["publish"]["lsn"]
+    assert parse_lsn(first["publish"]["lsn"]) < parse_lsn(latest["lsn"])
+    verified = commands.json("verify")
+    assert verified["equal"]
+    assert verified["tables"][name] == {"equal": True, "rows": 30, "missing": 0, "extra": 0, "different": 0}
+    assert commands.json("publish")["publish"]["lsn"] == verified["lsn"]
+    again = commands.json("resnapshot", name)
+    assert [taken["table"] for taken in again["snapshots"]] == [name]
+    assert commands.json("doctor")["ok"]
+    dropped = commands.json("drop", "--yes")
+    assert dropped == {"dropped": ["slot cli_test", "publication cli_test"]}
+
+
+BAD = [
+    ({"PGWAL_LAG_THRESHOLD": "many"}, 2, "PGWAL_LAG_THRESHOLD"),
+    ({"PGWAL_SOURCE_DSN": ""}, 2, "PGWAL_SOURCE_DSN"),
+    ({"PGWAL_LAKE": "ftp://host/x"}, 2, "PGWAL_LAKE"),
+    ({"PGWAL_SPARK_CONF": "[1]"}, 2, "PGWAL_SPARK_CONF"),
+    ({"PGWAL_SLOT": "Bad-Name"}, 2, "PGWAL_SLOT"),
+    ({"PGWAL_SOURCE_DSN": "postgresql://someone:s3cret@127.0.0.1:1/db"}, 1, "127.0.0.1"),
+]
+
+
+@pytest.mark.parametrize(("environment", "code", "named"), BAD)
+def test_bad_settings_are_one_sentence(environment: dict[str, str], code: int, named: str, tmp_path: Path) -> None:
+    commands = Commands(tmp_path, "")
+    found, out, err = commands.run("drain", **environment)
+    assert (found, out) == (code, "")
+    lines = err.strip().splitlines()
+    assert len(lines) == 1
+    assert named in lines[0]
+    assert "s3cret" not in err
+    assert not (tmp_path / "lake").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_sync_ends_clean(number: signal.Signals, code: int, source: Source, commands: Commands, tmp_path: Path) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY)")
+    source.sql("INSERT INTO t SELECT generate_series(1, 100)")
+    marker = tmp_path / "reached"
+    process = commands.start("sync", PGWAL_FAILPOINTS=f"publish.in_merge=touch:{marker}")
+    wait_for(marker.exists, seconds=120, what="the merge")
+    started = time.monotonic()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert time.monotonic() - started < 30
+    assert "interrupted" in err
+    assert commands.json("sync")["publish"] is not None
+    assert source.value("SELECT count(*) FROM pg_replication_slots WHERE active AND slot_name = 'cli_test'") == 0
