@@ -1,0 +1,3 @@
+from pgwal_pipeline.components.cdc import PostgresCdcComponent
+
+__all__ = ["PostgresCdcComponent"]

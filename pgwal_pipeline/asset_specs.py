@@ -1,0 +1,199 @@
+"""The one place that names assets: their keys, their groups, and what the UI shows of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import dagster as dg
+
+from pgwal_pipeline.known_tables import KnownTable
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.relation import TableName
+
+SOURCE, RAW, SNAPSHOT, CURRENT = "source", "raw", "snapshot", "current"
+
+REPORT = "pgwal/report"
+"""The metadata entry, on the slot's observations, under which a step leaves its report as JSON."""
+
+HEALTH_CHECK = "health"
+FOLLOWED_CHECK = "followed"
+EQUALS_SOURCE_CHECK = "equals_source"
+
+_RAW_COLUMNS = (
+    ("_pgwal_op", "string", "I insert, U update, D delete, T truncate, K the old key of a key change"),
+    ("_pgwal_commit_lsn", "long", "where the transaction's commit record starts"),
+    ("_pgwal_ordinal", "long", "the change's number in its transaction, from 0"),
+    ("_pgwal_xid", "long", "the transaction's id"),
+    ("_pgwal_committed_at", "timestamp", "when the transaction was committed"),
+    ("_pgwal_window", "string", "the window's key: its end LSN as 16 hex digits"),
+    ("_pgwal_unchanged", "array<string>", "columns whose large value did not change and was not sent"),
+    ("_pgwal_text", "map<string,string>", "values that their columns cannot hold, as Postgres writes them"),
+)
+_CURRENT_COLUMNS = (
+    ("_pgwal_commit_lsn", "long", "the commit that the row's newest value came with"),
+    ("_pgwal_text", "map<string,string>", "values that their columns cannot hold, as Postgres writes them"),
+)
+
+
+@dataclass(frozen=True)
+class AssetNames:
+    """The asset keys of one source: `<prefix…>/<layer>/<schema>/<table>`."""
+
+    slot_name: str
+    prefix: tuple[str, ...] = ()
+
+    @property
+    def slot(self) -> dg.AssetKey:
+        """The replication slot, an external asset that every step reports on."""
+        return dg.AssetKey([*self.prefix, "slot", self.slot_name])
+
+    def source(self, table: TableName) -> dg.AssetKey:
+        """The table in Postgres, an external asset."""
+        return dg.AssetKey([*self.prefix, "postgres", table.schema, table.name])
+
+    def raw(self, table: TableName) -> dg.AssetKey:
+        """Every change of the table, window by window."""
+        return dg.AssetKey([*self.prefix, RAW, table.schema, table.name])
+
+    def snapshot(self, table: TableName) -> dg.AssetKey:
+        """The rows that the table had before its changes were followed."""
+        return dg.AssetKey([*self.prefix, SNAPSHOT, table.schema, table.name])
+
+    def current(self, table: TableName) -> dg.AssetKey:
+        """The table as it is at the newest publish."""
+        return dg.AssetKey([*self.prefix, CURRENT, table.schema, table.name])
+
+
+@dataclass(frozen=True)
+class AssetSpecs:
+    """The specs of one source's assets, made from what is known of its tables."""
+
+    names: AssetNames
+    lake: Lake
+    owners: Sequence[str] = ()
+    slot_fails_after: timedelta = timedelta(minutes=30)
+
+    def slot(self, publication: str) -> dg.AssetSpec:
+        """The slot. It counts as fresh while somebody sees that what is committed is read in time."""
+        return dg.AssetSpec(
+            self.names.slot,
+            group_name=SOURCE,
+            kinds={"postgres"},
+            owners=self.owners,
+            description=(
+                f"The logical replication slot that feeds every raw table, on publication `{publication}`. "
+                "Its plots are the lag and what each step read, wrote and took; it goes stale when nobody keeps up with the source."
+            ),
+            metadata={"pgwal/publication": publication},
+            freshness_policy=dg.FreshnessPolicy.time_window(fail_window=self.slot_fails_after, warn_window=self.slot_fails_after / 2),
+        )
+
+    def source(self, known: KnownTable) -> dg.AssetSpec:
+        """The table in Postgres; it is never written to."""
+        return dg.AssetSpec(
+            self.names.source(known.table),
+            group_name=SOURCE,
+            kinds={"postgres"},
+            owners=self.owners,
+            description=f"Table `{known.table}` in Postgres.",
+            metadata={
+                "dagster/table_name": f"{known.table.schema}.{known.table.name}",
+                "dagster/column_schema": _source_schema(known),
+                "pgwal/key": ", ".join(known.key) or "none",
+            },
+        )
+
+    def raw(self, known: KnownTable) -> dg.AssetSpec:
+        """Every change of the table."""
+        source = self.names.source(known.table)
+        return dg.AssetSpec(
+            self.names.raw(known.table),
+            deps=[source],
+            group_name=RAW,
+            kinds={"postgres", "deltalake"},
+            owners=self.owners,
+            description=(
+                f"Every committed change of `{known.table}`, once, in a Delta table that is only appended to. "
+                "A partition is a window of the write-ahead log, named by its end."
+            ),
+            metadata=_stored(self.lake.raw(known.table), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}),
+        )
+
+    def snapshot(self, known: KnownTable) -> dg.AssetSpec:
+        """The rows before the stream."""
+        source = self.names.source(known.table)
+        return dg.AssetSpec(
+            self.names.snapshot(known.table),
+            deps=[source],
+            group_name=SNAPSHOT,
+            kinds={"postgres", "deltalake"},
+            owners=self.owners,
+            description=(
+                f"The rows that `{known.table}` had when its changes began to be followed, read in chunks while the stream goes on. "
+                "Materialize it to read the table again."
+            ),
+            metadata=_stored(
+                self.lake.snapshot(known.table),
+                _lake_schema(known, _CURRENT_COLUMNS[1:]),
+                {name: [source] for name in _names(known)},
+            ),
+        )
+
+    def current(self, known: KnownTable) -> dg.AssetSpec:
+        """The table as it is."""
+        raw, snapshot = self.names.raw(known.table), self.names.snapshot(known.table)
+        return dg.AssetSpec(
+            self.names.current(known.table),
+            deps=[raw, snapshot],
+            group_name=CURRENT,
+            kinds={"pyspark", "deltalake"},
+            owners=self.owners,
+            description=(
+                f"`{known.table}` as it was in Postgres at the newest publish. "
+                "All current tables stand at one and the same position: joining them shows one state of the source."
+            ),
+            metadata=_stored(
+                self.lake.current(known.table),
+                _lake_schema(known, _CURRENT_COLUMNS),
+                {name: [raw, snapshot] for name in _names(known)},
+            ),
+        )
+
+
+def _names(known: KnownTable) -> list[str]:
+    return [column.name for column in known.columns]
+
+
+def _constraints(known: KnownTable, name: str, nullable: bool) -> dg.TableColumnConstraints:
+    return dg.TableColumnConstraints(
+        nullable=nullable,
+        unique=known.key == (name,),
+        other=["key"] if name in known.key else [],
+    )
+
+
+def _source_schema(known: KnownTable) -> dg.TableSchema:
+    return dg.TableSchema(
+        columns=[
+            dg.TableColumn(column.name, column.type, constraints=_constraints(known, column.name, column.nullable))
+            for column in known.columns
+        ]
+    )
+
+
+def _lake_schema(known: KnownTable, ours: Iterable[tuple[str, str, str]]) -> dg.TableSchema:
+    columns = [dg.TableColumn(column.name, column.lake_type, description=f"Postgres: {column.type}") for column in known.columns]
+    return dg.TableSchema(columns=[*columns, *(dg.TableColumn(name, kind, description=text) for name, kind, text in ours)])
+
+
+def _stored(path: str, schema: dg.TableSchema, lineage: Mapping[str, Sequence[dg.AssetKey]]) -> dict[str, Any]:
+    """Where a table of the lake lies, its columns, and what each of them is made from: the column of the same name upstream."""
+    return {
+        "dagster/uri": path,
+        "dagster/storage_kind": "deltalake",
+        "dagster/column_schema": schema,
+        "dagster/column_lineage": dg.TableColumnLineage(
+            {name: [dg.TableColumnDep(asset_key=key, column_name=name) for key in upstream] for name, upstream in lineage.items()}
+        ),
+    }

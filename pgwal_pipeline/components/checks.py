@@ -1,0 +1,184 @@
+"""Asset checks: the slot's health, and that `current` equals the source."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import dagster as dg
+
+from pgwal_pipeline import progress
+from pgwal_pipeline.asset_specs import EQUALS_SOURCE_CHECK, HEALTH_CHECK
+from pgwal_pipeline.components.failures import RETRIES, at_work
+from pgwal_pipeline.components.raw import report_windows
+from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of
+from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.pipeline.reports import LagReading, TableComparison, VerifyReport, publish_json
+from pgwal_pipeline.relation import TableName
+
+_RATE_SECONDS = 1.0  # how long the check watches the source write, for the rate
+_SOON = 3600.0  # seconds left until the slot is lost from which on the check warns
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the slot's state comes to. `seconds_left` until it is invalidated at the present rate; None where nothing bounds it."""
+
+    passed: bool
+    severity: dg.AssetCheckSeverity
+    sentence: str
+    metadata: dict[str, Any]
+
+
+def judge_health(slot_name: str, reading: LagReading, bytes_per_second: float | None) -> Verdict:
+    """Whether the slot lives, and for how long it will at `bytes_per_second` of WAL, if the server bounds what a slot may keep."""
+    error, warn = dg.AssetCheckSeverity.ERROR, dg.AssetCheckSeverity.WARN
+    if not reading.slot_exists:
+        return Verdict(False, warn, f"There is no slot {slot_name} yet; the next sync makes it.", {})
+    metadata: dict[str, Any] = {"pgwal/wal_status": reading.wal_status or "unknown", "pgwal/lag_bytes": reading.lag_bytes}
+    if bytes_per_second is not None:
+        metadata["pgwal/wal_bytes_per_second"] = round(bytes_per_second)
+    if reading.safe_wal_size is not None:
+        metadata["pgwal/bytes_to_invalidation"] = reading.safe_wal_size
+    if reading.wal_status == "lost":
+        return Verdict(False, error, f"Slot {slot_name} is lost, its WAL is gone: run `pgwal resnapshot --all`.", metadata)
+    if reading.wal_status == "unreserved":
+        return Verdict(False, error, f"Slot {slot_name} may be lost at the next checkpoint: drain it now.", metadata)
+    if reading.safe_wal_size is not None and bytes_per_second:
+        left = max(0.0, reading.safe_wal_size / bytes_per_second)
+        metadata["pgwal/seconds_to_invalidation"] = round(left)
+        if left < _SOON:
+            return Verdict(
+                False,
+                warn,
+                f"At the present rate slot {slot_name} is lost in {left / 60:.0f} minutes unless it is drained: see that runs succeed, "
+                "or raise max_slot_wal_keep_size on the source.",
+                metadata,
+            )
+    return Verdict(True, error, f"Slot {slot_name} is {reading.lag_bytes:,} bytes behind.", metadata)
+
+
+def build_health_check(source: CdcSource) -> dg.AssetChecksDefinition:
+    """The check `health` on the slot; the lag sensor reports the same check without a run."""
+
+    @dg.asset_check(
+        name=HEALTH_CHECK,
+        asset=source.names.slot,
+        description="The slot lives, and has room for more than an hour of WAL at the present rate.",
+        required_resource_keys={source.slot_key},
+        retry_policy=RETRIES,
+    )
+    def slot_health(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+        step = context.op_execution_context
+        slot = slot_of(step, source)
+        with at_work(step):
+            first = slot.flushed()
+            time.sleep(_RATE_SECONDS)
+            reading = slot.lag()
+        verdict = judge_health(source.settings.slot, reading, (reading.flush_lsn - first) / _RATE_SECONDS)
+        return dg.AssetCheckResult(
+            passed=verdict.passed, severity=verdict.severity, description=verdict.sentence, metadata=verdict.metadata
+        )
+
+    return slot_health
+
+
+_TABLES = {"tables": dg.Field([str], default_value=[], is_required=False, description="Tables to compare, as schema.table. Empty: all.")}
+
+
+def build_verify(source: CdcSource) -> dg.AssetChecksDefinition | dg.OpDefinition:
+    """The step `verify_current`: the check `equals_source` on every current table, or an op while no table is known."""
+    description = "Brings every current table to one position and compares it there with the source, value by value."
+    resources = {source.slot_key, source.spark_key}
+    if not source.tables:
+
+        @dg.op(
+            name=source.named("verify_current"),
+            description=description,
+            required_resource_keys=resources,
+            config_schema=_TABLES,
+            retry_policy=RETRIES,
+            pool=source.pool,
+        )
+        def verify_unknown(context: dg.OpExecutionContext) -> None:
+            _verify(context, source, _chosen(context.op_config["tables"]))
+
+        return verify_unknown
+
+    @dg.multi_asset_check(
+        name=source.named("verify_current"),
+        description=description,
+        specs=[
+            dg.AssetCheckSpec(
+                EQUALS_SOURCE_CHECK,
+                asset=source.names.current(known.table),
+                additional_deps=[source.names.source(known.table)],
+                description="Every row and every value is what the source had at the same position.",
+            )
+            for known in source.tables
+        ],
+        can_subset=True,
+        required_resource_keys=resources,
+        config_schema=_TABLES,
+        retry_policy=RETRIES,
+        pool=source.pool,
+    )
+    def verify_current(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
+        selected = context.selected_asset_check_keys
+        step = context.op_execution_context
+        tables = _chosen(step.op_config["tables"])
+        if tables is None and len(selected) < len(source.tables):
+            tables = [known.table for known in source.tables if _check_key(source, known.table) in selected]
+        report = _verify(step, source, tables)
+        for table, comparison in report.tables.items():
+            if _check_key(source, table) in selected:
+                yield _result(source, table, report, comparison)
+
+    return verify_current
+
+
+def _check_key(source: CdcSource, table: TableName) -> dg.AssetCheckKey:
+    return dg.AssetCheckKey(source.names.current(table), EQUALS_SOURCE_CHECK)
+
+
+def _chosen(names: list[str]) -> list[TableName] | None:
+    try:
+        return [TableName.parse(name) for name in names] or None
+    except ValueError as error:
+        raise dg.Failure(f"{error}.", allow_retries=False) from None
+
+
+def _verify(context: StepContext, source: CdcSource, tables: list[TableName] | None) -> VerifyReport:
+    from pgwal_pipeline.pipeline.verify import verify
+
+    with at_work(context):
+        report = verify(slot_of(context, source).settings, session_of(context, source), tables, progress=progress.for_run(context.log))
+    part: dict[str, Any] = {"verify": report.to_json()}
+    if report.drain is not None:
+        part |= report.drain.to_json()
+        report_windows(context, source, report.drain)
+    if report.publish is not None:
+        part |= {name: value for name, value in publish_json(report.publish).items() if name in ("publish", "errors")}
+    numbers = {
+        "compared_tables": len(report.tables),
+        "compared_rows": sum(comparison.rows for comparison in report.tables.values()),
+        "different_tables": sum(not comparison.equal for comparison in report.tables.values()),
+    }
+    observe_slot(context, source, numbers, part)
+    return report
+
+
+def _result(source: CdcSource, table: TableName, report: VerifyReport, comparison: TableComparison) -> dg.AssetCheckResult:
+    at = format_lsn(report.lsn)
+    sentence = (
+        f"Equal to the source at {at}."
+        if comparison.equal
+        else f"At {at}: {comparison.missing} rows missing, {comparison.extra} too many, {comparison.different} different."
+    )
+    return dg.AssetCheckResult(
+        asset_key=source.names.current(table),
+        check_name=EQUALS_SOURCE_CHECK,
+        passed=comparison.equal,
+        description=sentence,
+        metadata={f"pgwal/{name}": value for name, value in comparison.to_json().items() if name != "equal"} | {"pgwal/lsn": at},
+    )

@@ -1,0 +1,27 @@
+"""What a step does when the pipeline cannot go on: tried again where that may help, else one clear sentence."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import dagster as dg
+
+from pgwal_pipeline.components.processes import process_tags
+from pgwal_pipeline.errors import PgwalError, SlotBusy
+
+RETRIES = dg.RetryPolicy(max_retries=2, delay=2, backoff=dg.Backoff.EXPONENTIAL, jitter=dg.Jitter.PLUS_MINUS)
+"""For every step: a source that was away for a moment is tried again soon; the sensors do so for hours."""
+
+
+@contextmanager
+def at_work(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> Iterator[None]:
+    """Do a step's work: note which process does it, and turn a PgwalError into a Failure with its sentence.
+
+    Only a passing error is retried; a busy slot was waited for already (PGWAL_BUSY_TIMEOUT), so that is not. The PgwalError is the
+    Failure's cause.
+    """
+    context.instance.add_run_tags(context.run.run_id, process_tags())
+    try:
+        yield
+    except PgwalError as error:
+        again = error.transient and not isinstance(error, SlotBusy)
+        raise dg.Failure(description=str(error), metadata={"pgwal/error": type(error).__name__}, allow_retries=again) from error

@@ -1,0 +1,77 @@
+"""Maintenance: small files are joined, old ones removed, and what Dagster remembers is cut to what the lake still has."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import dagster as dg
+
+from pgwal_pipeline import progress
+from pgwal_pipeline.components.failures import RETRIES, at_work
+from pgwal_pipeline.components.requests import ACTIVE
+from pgwal_pipeline.components.source import SLOT_TAG, SNAPSHOT_TAG, CdcSource, StepContext, observe_slot, session_of, slot_of
+
+_DELETED_AT_ONCE = 200
+
+
+def build_maintenance(source: CdcSource) -> dg.OpDefinition:
+    """The op `maintain_lake`: the lake's tables first, then the partitions and runs that stand for what is gone."""
+
+    @dg.op(
+        name=source.named("maintain_lake"),
+        description="Compacts and vacuums the lake, prunes raw windows past PGWAL_RAW_RETENTION with their partitions, deletes old runs.",
+        required_resource_keys={source.slot_key, source.spark_key},
+        retry_policy=RETRIES,
+        pool=source.pool,
+    )
+    def maintain_lake(context: dg.OpExecutionContext) -> None:
+        from pgwal_pipeline.pipeline.maintenance import maintain
+
+        settings = slot_of(context, source).settings
+        with at_work(context):
+            report = maintain(settings, session_of(context, source), progress=progress.for_run(context.log))
+        for key in report.removed_keys:
+            context.instance.delete_dynamic_partition(source.windows_name, key)
+        stale = _delete_stale_partitions(context, source, report.oldest_key)
+        runs = _delete_old_runs(context, source, settings.raw_retention)
+        numbers = {"pruned_windows": len(report.removed_keys), "deleted_partitions": len(report.removed_keys) + stale, "deleted_runs": runs}
+        observe_slot(context, source, numbers | _stage_numbers(report.seconds), report.to_json())
+
+    return maintain_lake
+
+
+def _stage_numbers(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {f"{stage}_seconds": round(spent, 3) for stage, spent in seconds.items()}
+
+
+def _delete_stale_partitions(context: StepContext, source: CdcSource, oldest_key: str | None) -> int:
+    """Delete partitions older than the oldest window that the lake has: windows pruned elsewhere, runs that never drained theirs."""
+    if oldest_key is None:
+        return 0
+    stale = [key for key in context.instance.get_dynamic_partitions(source.windows_name) if key < oldest_key]
+    for key in stale:
+        context.instance.delete_dynamic_partition(source.windows_name, key)
+    return len(stale)
+
+
+def _delete_old_runs(context: StepContext, source: CdcSource, older_than: float) -> int:
+    """Delete this source's ended runs that were made more than `older_than` seconds ago; what assets show as their latest stays."""
+    from datetime import UTC, datetime
+
+    before = datetime.fromtimestamp(time.time() - older_than, UTC)
+    deleted = 0
+    for tag in (SLOT_TAG, SNAPSHOT_TAG):
+        while True:
+            old: list[Any] = [
+                run
+                for run in context.instance.get_runs(
+                    dg.RunsFilter(tags={tag: source.tag}, created_before=before), limit=_DELETED_AT_ONCE, ascending=True
+                )
+                if run.status not in ACTIVE
+            ]
+            for run in old:
+                context.instance.delete_run(run.run_id)
+            deleted += len(old)
+            if len(old) < _DELETED_AT_ONCE:
+                break
+    return deleted

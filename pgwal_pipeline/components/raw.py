@@ -1,0 +1,154 @@
+"""The drain as assets: one step reads the slot once and materializes every raw table, a partition a window."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from pgwal_pipeline import progress
+from pgwal_pipeline.components.failures import RETRIES, at_work
+from pgwal_pipeline.components.requests import LOOK, Look
+from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, op_safe, slot_of
+from pgwal_pipeline.lsn import format_lsn, parse_window_key
+from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
+from pgwal_pipeline.relation import TableName
+
+if TYPE_CHECKING:
+    from pgwal_pipeline.components.resources import ReplicationSlot
+
+
+def build_drain(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
+    """The step `drain_wal`: a `multi_asset` of all raw tables, or, with no table known yet, an op that does the same work.
+
+    It cannot be run for some of the tables: the slot is confirmed for all of them at once. Every raw table is materialized each time, with
+    zero rows if need be, for Dagster would leave out the publish if one were missing; and only when everything is durable and confirmed.
+    """
+    description = "Reads the slot once, up to the window's end, into every raw table; then confirms the slot."
+    if not source.tables:
+
+        @dg.op(
+            name=source.named("drain_wal"),
+            description=description,
+            required_resource_keys={source.slot_key},
+            out=dg.Out(dg.Nothing),
+            retry_policy=RETRIES,
+            pool=source.pool,
+        )
+        def drain_unknown(context: dg.OpExecutionContext) -> None:
+            _drain_and_report(context, source)
+
+        return drain_unknown
+
+    specs, real_keys = op_safe([source.assets.raw(known) for known in source.tables])
+
+    @dg.multi_asset(
+        name=source.named("drain_wal"),
+        description=description,
+        specs=specs,
+        partitions_def=source.windows,
+        required_resource_keys={source.slot_key},
+        retry_policy=RETRIES,
+        pool=source.pool,
+    )
+    def drain_wal(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult]:
+        window = _drain_and_report(context, source)
+        for known in source.tables:
+            yield dg.MaterializeResult(asset_key=source.names.raw(known.table), metadata=_metadata(window, _counts(window, known.table)))
+
+    return drain_wal.with_attributes(asset_key_replacements=real_keys) if real_keys else drain_wal
+
+
+def _drain_and_report(context: StepContext, source: CdcSource) -> WindowReport | None:
+    """Drain the run's window and report what is not the step's own output: numbers, other windows, unknown tables.
+
+    Returns the run's own window, None where there was nothing of it: the slot was only just made.
+    """
+    key = context.partition_key
+    slot = slot_of(context, source)
+    with at_work(context):
+        report, look = _drain(context, slot, key)
+    report_windows(context, source, report, own_key=key)
+    hint_unknown(context, source, report.tables)
+    observe_slot(context, source, _numbers(report), report.to_json(), {} if look is None else {LOOK: dg.MetadataValue.json(asdict(look))})
+    return next((window for window in report.windows if window.key == key), None)
+
+
+def report_windows(context: StepContext, source: CdcSource, report: DrainReport, *, own_key: str | None = None) -> None:
+    """Make partitions of a drain's windows and materialize raw tables in them, but for what the step yields itself.
+
+    That is the known tables in the window `own_key`. Partitions of windows that are no more are removed.
+    """
+    known = {table.table for table in source.tables}
+    others = [window.key for window in report.windows if window.key != own_key]
+    if others:
+        context.instance.add_dynamic_partitions(source.windows_name, others)
+    for window in report.windows:
+        tables = window.tables.keys() - known if window.key == own_key else window.tables.keys() | known
+        for table in sorted(tables):
+            metadata = _metadata(window, _counts(window, table))
+            context.log_event(dg.AssetMaterialization(source.names.raw(table), partition=window.key, metadata=metadata))
+    for key in report.removed_keys:
+        context.instance.delete_dynamic_partition(source.windows_name, key)
+
+
+def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[DrainReport, Look | None]:
+    """The report for the run's window: drained now, after a look at the source, or as the ledger has it if that was done before.
+
+    Raises Failure for a window that cannot be drained: its WAL went into others, or is not written yet.
+    """
+    from pgwal_pipeline.lake.layout import Lake
+    from pgwal_pipeline.lake.ledger import Ledger
+    from pgwal_pipeline.pipeline.drain import window_report
+
+    try:
+        end = parse_window_key(key)
+    except ValueError as error:
+        raise dg.Failure(f"{error}.", allow_retries=False) from None
+    ledger = Ledger(Lake(slot.settings.lake))
+    done = next((window for window in ledger.windows() if window.key == key and window.state == "complete"), None)
+    if done is not None:
+        context.log.info(f"Window {key} was drained before; nothing is read again.")
+        report = window_report(done)
+        return DrainReport(windows=(report,), tables=dict(report.tables)), None
+    frontier = ledger.frontier()
+    if frontier is not None and end <= frontier:
+        raise dg.Failure(
+            f"Window {key} cannot be drained: raw holds everything up to {format_lsn(frontier)} already, in other windows. "
+            "Run the sync job for a new window instead; the lag sensor does so by itself.",
+            allow_retries=False,
+        )
+    reading, at = slot.lag(), time.time()
+    if end > reading.flush_lsn:
+        raise dg.Failure(
+            f"Window {key} ends at {format_lsn(end)}, but the source has written only up to {format_lsn(reading.flush_lsn)}; "
+            "choose an end that is past.",
+            allow_retries=False,
+        )
+    if frontier is None:
+        context.log.info("There is nothing in the lake yet: the slot is made now, and the first window begins there.")
+    return slot.drain(end, progress.for_run(context.log)), Look(reading.snapshot, reading.insert_lsn, at)
+
+
+def _counts(window: WindowReport | None, table: TableName) -> TableCounts:
+    return TableCounts() if window is None else window.tables.get(table, TableCounts())
+
+
+def _metadata(window: WindowReport | None, counts: TableCounts) -> dict[str, Any]:
+    numbers = {f"pgwal/{name}": value for name, value in counts.to_json().items() if name != "rows"}
+    edges = {} if window is None else {"pgwal/start_lsn": format_lsn(window.start_lsn), "pgwal/end_lsn": format_lsn(window.end_lsn)}
+    return {"dagster/partition_row_count": counts.rows, **numbers, **edges}
+
+
+def _numbers(report: DrainReport) -> dict[str, float | int]:
+    return {
+        "lag_before_bytes": report.lag_before,
+        "lag_after_bytes": report.lag_after,
+        "windows": len(report.windows),
+        "transactions": sum(window.transactions for window in report.windows),
+        "changes": report.changes,
+        "raw_rows": sum(counts.rows for counts in report.tables.values()),
+        "wal_bytes": sum(window.bytes for window in report.windows),
+        **{f"{stage}_seconds": round(seconds, 3) for stage, seconds in report.seconds.items()},
+    }

@@ -1,0 +1,111 @@
+"""The two things that runs, sensors and schedules need from outside: the slot with its source, and Spark."""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+from dagster_pyspark import LazyPySparkResource
+from pydantic import Field
+
+from pgwal_pipeline.errors import SettingError
+from pgwal_pipeline.progress import Progress
+from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.settings import PREFIX, Settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from pgwal_pipeline.pipeline.reports import DrainReport, LagReading
+
+DSN_VARIABLE = "PGWAL_SOURCE_DSN"
+
+
+def settings_for(overrides: Mapping[str, str], dsn_variable: str = DSN_VARIABLE) -> Settings:
+    """The environment's settings with `overrides` (by setting, such as `slot`) over them and the DSN from the variable `dsn_variable`.
+
+    The DSN itself is no override: what stands in definitions is shown in the UI. Raises SettingError, also for a `dsn_variable` of one's
+    own that is not set: the next best source would be the wrong one.
+    """
+    environment = dict(os.environ)
+    if dsn_variable != DSN_VARIABLE:
+        if not environment.get(dsn_variable):
+            raise SettingError(
+                f"{dsn_variable} is not set; it takes the source's libpq string or URI, such as postgresql://user@host/database."
+            )
+        environment[DSN_VARIABLE] = environment[dsn_variable]
+    return Settings.from_environment(environment | _as_variables(overrides))
+
+
+def settings_without_source(overrides: Mapping[str, str]) -> Settings:
+    """The same without any DSN, for definitions, which load without a source too. Raises SettingError."""
+    environment = {name: value for name, value in os.environ.items() if name != DSN_VARIABLE}
+    return Settings.from_environment(environment | _as_variables(overrides))
+
+
+def _as_variables(overrides: Mapping[str, str]) -> dict[str, str]:
+    for name in overrides:
+        if name == "source_dsn":
+            raise SettingError(
+                "The DSN does not stand in defs.yaml, where it would be shown: name the variable that holds it as dsn_variable."
+            )
+        if name not in Settings.model_fields:
+            raise SettingError(f"{PREFIX}{name.upper()} takes no value: there is no such setting.")
+    return {PREFIX + name.upper(): value for name, value in overrides.items()}
+
+
+class ReplicationSlot(dg.ConfigurableResource):
+    """The slot and the publication on the source, and the one way to them: whatever reads or changes them goes through here."""
+
+    dsn_variable: str = Field(DSN_VARIABLE, description="The environment variable that holds the source's DSN.")
+    overrides: dict[str, str] = Field(default={}, description="Settings that are not the environment's, such as {'slot': 'shop'}.")
+
+    @property
+    def settings(self) -> Settings:
+        """Everything a run needs to know. Raises SettingError naming the variable that is wrong or missing."""
+        return settings_for(self.overrides, self.dsn_variable)
+
+    def lag(self) -> "LagReading":
+        """How far the slot is behind; cheap, nothing is decoded. Raises SourceUnavailable while the source is away."""
+        from pgwal_pipeline.pipeline.status import lag
+
+        return lag(self.settings)
+
+    def flushed(self) -> int:
+        """The LSN up to which the source has flushed (replayed, on a standby): what a drain started now should reach."""
+        from pgwal_pipeline.pipeline.drain import next_target
+
+        return next_target(self.settings)
+
+    def drain(self, end_lsn: int, progress: Progress) -> "DrainReport":
+        """Make what is missing, then read everything committed below `end_lsn` into raw and confirm it."""
+        from pgwal_pipeline.pipeline.drain import drain
+
+        return drain(self.settings, end_lsn=end_lsn, progress=progress)
+
+    def needs_snapshot(self) -> tuple[TableName, ...]:
+        """The tables of the publication that are not read whole yet."""
+        from pgwal_pipeline.pipeline.snapshot import needed
+
+        return needed(self.settings)
+
+
+class LakeSpark(LazyPySparkResource):
+    """The Spark session for the lake: Delta, the lake's storage and PGWAL_SPARK_* set up; started at its first use, once for a process."""
+
+    spark_config: dict[str, Any] = Field(default={}, description="More Spark settings, over PGWAL_SPARK_CONF.")
+    overrides: dict[str, str] = Field(
+        default={}, description="Settings that are not the environment's, such as {'spark_master': 'local[2]'}."
+    )
+
+    def _init_session(self) -> None:
+        if self._spark_session is None:
+            from pgwal_pipeline.lake.session import spark_session
+
+            settings = settings_without_source(self.overrides)
+            more = {name: str(value) for name, value in self.spark_config.items()}
+            self._spark_session = spark_session(settings.model_copy(update={"spark_conf": settings.spark_conf | more}))
+
+    def session(self) -> "SparkSession":
+        """The session, started if it is not."""
+        return self.spark_session

@@ -1,0 +1,215 @@
+"""What asks for runs by itself: the lag sensor, the sensor for tables that joined, and the schedules behind them."""
+
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from pgwal_pipeline.asset_specs import HEALTH_CHECK
+from pgwal_pipeline.components.checks import Verdict, judge_health
+from pgwal_pipeline.components.jobs import Jobs
+from pgwal_pipeline.components.requests import Look, busy, look_again, look_of_last_drain, pausing, what_is_due, window_to_drain
+from pgwal_pipeline.components.source import SLOT_TAG, SNAPSHOT_TAG, CdcSource
+from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.pipeline.reports import LagReading
+
+if TYPE_CHECKING:
+    from pgwal_pipeline.components.resources import ReplicationSlot
+
+_REPORT_SECONDS = 300.0  # between two reports on a slot whose verdict stays the same
+
+
+@dataclass(frozen=True)
+class LagCursor:
+    """What the lag sensor keeps from tick to tick.
+
+    `key` and `attempt`: the window it asked for last, and the count of all its requests, so that no two share a run key. `looks`: see
+    `requests.Look`. `flush_lsn` and `at` (Unix seconds): the last reading, for the rate. `verdict` and `reported_at`: the health that it
+    reported last, and when.
+    """
+
+    key: str | None = None
+    attempt: int = 0
+    looks: tuple[Look, ...] = ()
+    flush_lsn: int | None = None
+    at: float = 0.0
+    verdict: str = ""
+    reported_at: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str | None) -> "LagCursor":
+        """The cursor as `dump` wrote it; a fresh one for none, or one of another version."""
+        try:
+            values = json.loads(text or "{}")
+            return cls(**values | {"looks": tuple(Look(**look) for look in values.get("looks", ()))})
+        except (ValueError, TypeError):
+            return cls()
+
+    def dump(self) -> str:
+        """The cursor as text."""
+        return json.dumps(asdict(self))
+
+
+def build_lag_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:
+    """The sensor `wal_lag`: asks for a sync when the lag or its age passes its bound, for a publish when only that is due.
+
+    It never asks while a run works on the slot, pauses after failures, and says why it does nothing. It also reports the slot's health.
+    """
+    interval = max(5, min(30, round(source.settings.max_staleness / 3)))
+
+    @dg.sensor(
+        name=source.named("wal_lag"),
+        description="Asks for a sync when the slot lags behind by PGWAL_LAG_THRESHOLD, or a commit is unread for PGWAL_MAX_STALENESS.",
+        jobs=[jobs.sync, jobs.publish],
+        minimum_interval_seconds=interval,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        required_resource_keys={source.slot_key},
+    )
+    def wal_lag(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        slot: ReplicationSlot = getattr(context.resources, source.slot_key)
+        cursor = LagCursor.parse(context.cursor)
+        try:
+            settings = slot.settings
+            reading = slot.lag()
+        except PgwalError as error:
+            return dg.SensorResult(skip_reason=str(error), cursor=cursor.dump())
+        now = time.time()
+        looks, unread = look_again(cursor.looks or _first_look(context.instance, source), reading, now)
+        due = what_is_due(reading, unread, settings)
+        # Late: it has waited for so much longer than it may that nobody can be keeping up with the source.
+        late = not reading.slot_exists or (unread or 0.0) > 2 * settings.max_staleness + 60.0
+        events, cursor = _report_slot(source, reading, replace(cursor, looks=looks), now, late=late)
+        held = _held_up(context.instance, source, jobs) if due.job is not None else None
+        if due.job is None or held is not None:
+            return dg.SensorResult(skip_reason=f"{due.reason} {held or ''}".strip(), cursor=cursor.dump(), asset_events=events)
+        cursor = replace(cursor, attempt=cursor.attempt + 1)
+        if due.job == "publish":
+            request = dg.RunRequest(job_name=jobs.publish.name, run_key=f"publish#{cursor.attempt}")
+            return dg.SensorResult(run_requests=[request], cursor=cursor.dump(), asset_events=events)
+        key = window_to_drain(reading, cursor.key)
+        if key is None:
+            return dg.SensorResult(skip_reason=f"{due.reason} Nothing of it is flushed yet.", cursor=cursor.dump(), asset_events=events)
+        cursor = replace(cursor, key=key)
+        return dg.SensorResult(
+            run_requests=[dg.RunRequest(job_name=jobs.sync.name, partition_key=key, run_key=f"{key}#{cursor.attempt}")],
+            dynamic_partitions_requests=[source.windows.build_add_request([key])],
+            cursor=cursor.dump(),
+            asset_events=events,
+        )
+
+    return wal_lag
+
+
+def _held_up(instance: dg.DagsterInstance, source: CdcSource, jobs: Jobs) -> str | None:
+    watched = {jobs.sync.name, jobs.drain.name, jobs.publish.name}
+    return busy(instance, SLOT_TAG, source.tag) or pausing(instance, SLOT_TAG, source.tag, watched)
+
+
+def _first_look(instance: dg.DagsterInstance, source: CdcSource) -> tuple[Look, ...]:
+    look = look_of_last_drain(instance, source.names.slot)
+    return () if look is None else (look,)
+
+
+def _report_slot(source: CdcSource, reading: LagReading, cursor: LagCursor, now: float, *, late: bool) -> tuple[list[Any], LagCursor]:
+    """The slot's health as events without a run: at once when its verdict changes, else every few minutes.
+
+    While nothing is late the slot is materialized too, which is what its freshness goes by.
+    """
+    rate = None
+    if cursor.flush_lsn is not None and now > cursor.at and reading.flush_lsn >= cursor.flush_lsn:
+        rate = (reading.flush_lsn - cursor.flush_lsn) / (now - cursor.at)
+    verdict = judge_health(source.settings.slot, reading, rate)
+    shown = f"{verdict.passed}/{verdict.severity.value}/{late}"
+    cursor = replace(cursor, flush_lsn=reading.flush_lsn, at=now)
+    if shown == cursor.verdict and now - cursor.reported_at < _REPORT_SECONDS:
+        return [], cursor
+    events: list[Any] = [_evaluation(source, verdict)]
+    if not late:
+        events.append(dg.AssetMaterialization(source.names.slot, metadata=verdict.metadata))
+    return events, replace(cursor, verdict=shown, reported_at=now)
+
+
+def _evaluation(source: CdcSource, verdict: Verdict) -> dg.AssetCheckEvaluation:
+    return dg.AssetCheckEvaluation(
+        asset_key=source.names.slot,
+        check_name=HEALTH_CHECK,
+        passed=verdict.passed,
+        severity=verdict.severity,
+        description=verdict.sentence,
+        metadata=verdict.metadata,
+    )
+
+
+def build_new_table_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:
+    """The sensor `new_tables`: asks for a snapshot while there are tables in the publication that are not read whole yet."""
+
+    @dg.sensor(
+        name=source.named("new_tables"),
+        description="Asks for a snapshot of the tables that have joined the publication and are not read whole yet.",
+        job=jobs.snapshot,
+        minimum_interval_seconds=15,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        required_resource_keys={source.slot_key},
+    )
+    def new_tables(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        slot: ReplicationSlot = getattr(context.resources, source.slot_key)
+        attempt = int(context.cursor or 0)
+        try:
+            waiting = slot.needs_snapshot()
+            if not waiting:
+                return dg.SensorResult(skip_reason="Every table of the publication has been read.")
+            held = busy(context.instance, SNAPSHOT_TAG, source.tag) or pausing(
+                context.instance, SNAPSHOT_TAG, source.tag, {jobs.snapshot.name}
+            )
+            if held is None:
+                slot.flushed()
+        except PgwalError as error:
+            return dg.SensorResult(skip_reason=str(error))
+        names = ", ".join(map(str, waiting[:10])) + (", …" if len(waiting) > 10 else "")
+        if held is not None:
+            return dg.SensorResult(skip_reason=f"To be read: {names}. {held}")
+        context.log.info(f"To be read: {names}.")
+        return dg.SensorResult(run_requests=[dg.RunRequest(run_key=f"snapshot#{attempt + 1}")], cursor=str(attempt + 1))
+
+    return new_tables
+
+
+def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition]:
+    """A sync every hour for when the sensor is off, and maintenance every night."""
+
+    @dg.schedule(
+        name=source.named("hourly_sync"),
+        description="The backstop of the lag sensor: asks for a sync if anything is unread by then.",
+        job=jobs.sync,
+        cron_schedule="7 * * * *",
+        default_status=dg.DefaultScheduleStatus.RUNNING,
+        required_resource_keys={source.slot_key},
+    )
+    def hourly_sync(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
+        slot: ReplicationSlot = getattr(context.resources, source.slot_key)
+        try:
+            reading = slot.lag()
+        except PgwalError as error:
+            return dg.SkipReason(str(error))
+        if reading.slot_exists and look_again(_first_look(context.instance, source), reading, time.time())[1] is None:
+            return dg.SkipReason("Nothing is unread.")
+        held = busy(context.instance, SLOT_TAG, source.tag)
+        key = window_to_drain(reading)
+        if held is not None or key is None:
+            return dg.SkipReason(held or "Nothing is flushed yet.")
+        context.instance.add_dynamic_partitions(source.windows_name, [key])
+        return dg.RunRequest(partition_key=key)
+
+    @dg.schedule(
+        name=source.named("nightly_maintenance"),
+        description="Compacts, vacuums and prunes the lake when few are awake.",
+        job=jobs.maintenance,
+        cron_schedule="17 3 * * *",
+        default_status=dg.DefaultScheduleStatus.RUNNING,
+    )
+    def nightly_maintenance(_: dg.ScheduleEvaluationContext) -> dg.RunRequest:
+        return dg.RunRequest()
+
+    return [hourly_sync, nightly_maintenance]

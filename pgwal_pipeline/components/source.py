@@ -1,0 +1,160 @@
+"""What all definitions of one source share: its names, its tables, its tags."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from pgwal_pipeline.asset_specs import REPORT, AssetNames, AssetSpecs
+from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.known_tables import KnownTable, refresh
+from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from pgwal_pipeline.components.resources import LakeSpark, ReplicationSlot
+
+StepContext = dg.AssetExecutionContext | dg.OpExecutionContext
+
+SLOT_TAG = "pgwal/slot"
+"""On runs that read the slot or write what is read from it: one at a time for each value."""
+
+SNAPSHOT_TAG = "pgwal/snapshot"
+"""On runs that read tables whole: one at a time for each value, beside those of the slot."""
+
+
+@dataclass(frozen=True)
+class CdcSource:
+    """One source in one code location. `name` stands before the names of its jobs and ops, and is empty for the only one."""
+
+    name: str
+    settings: Settings
+    assets: AssetSpecs
+    tables: tuple[KnownTable, ...]
+
+    def named(self, what: str) -> str:
+        """`what` as it is called for this source: `sync`, or `shop_sync`."""
+        return f"{self.name}_{what}" if self.name else what
+
+    @property
+    def names(self) -> AssetNames:
+        """What its assets are called."""
+        return self.assets.names
+
+    @property
+    def windows(self) -> dg.DynamicPartitionsDefinition:
+        """The partitions of every raw table: a key a window."""
+        return dg.DynamicPartitionsDefinition(name=self.windows_name)
+
+    @property
+    def windows_name(self) -> str:
+        """What the instance calls those partitions."""
+        return self.named("wal_windows")
+
+    @property
+    def slot_key(self) -> str:
+        """The key of the ReplicationSlot resource."""
+        return self.named("slot")
+
+    @property
+    def spark_key(self) -> str:
+        """The key of the Spark resource."""
+        return self.named("spark")
+
+    @property
+    def pool(self) -> str:
+        """The pool of everything that reads the slot or writes what is read from it."""
+        return f"pgwal_{self.tag}"
+
+    @property
+    def tag(self) -> str:
+        """The value of this source's run tags."""
+        return f"{self.name}.{self.settings.slot}" if self.name else self.settings.slot
+
+    @property
+    def slot_tags(self) -> dict[str, str]:
+        """For the jobs that read the slot or write what is read from it."""
+        return {SLOT_TAG: self.tag}
+
+    @property
+    def snapshot_tags(self) -> dict[str, str]:
+        """For the job that reads tables whole."""
+        return {SNAPSHOT_TAG: self.tag}
+
+    def knows(self, table: TableName) -> bool:
+        """Whether the definitions have assets for the table."""
+        return any(known.table == table for known in self.tables)
+
+
+def op_safe(specs: Sequence[dg.AssetSpec]) -> tuple[list[dg.AssetSpec], dict[dg.AssetKey, dg.AssetKey]]:
+    """The specs under keys from which Dagster can make names of inputs and outputs, and the real key for each stand-in.
+
+    Postgres allows anything in a name, Dagster only letters, digits and underscores; and it takes `a_b.c` and `a.b_c` for one.
+    """
+    keys = sorted({key for spec in specs for key in (spec.key, *(dep.asset_key for dep in spec.deps))})
+    stand_ins: dict[dg.AssetKey, dg.AssetKey] = {}
+    taken: set[str] = set()
+    for key in sorted(keys, key=lambda key: (_plain(key) != key, key)):
+        path = _plain(key).path
+        attempt, number = path, 1
+        while (name := re.sub("_+", "_", "_".join(attempt))) in taken:
+            number += 1
+            attempt = [*path[:-1], f"{path[-1]}_{number}"]
+        taken.add(name)
+        if list(attempt) != list(key.path):
+            stand_ins[key] = dg.AssetKey(attempt)
+    if not stand_ins:
+        return list(specs), {}
+    safe = [
+        spec.replace_attributes(
+            key=stand_ins.get(spec.key, spec.key), deps=[stand_ins.get(dep.asset_key, dep.asset_key) for dep in spec.deps]
+        )
+        for spec in specs
+    ]
+    return safe, {stand_in: key for key, stand_in in stand_ins.items()}
+
+
+def _plain(key: dg.AssetKey) -> dg.AssetKey:
+    return dg.AssetKey([re.sub(r"[^A-Za-z0-9_]", "_", part) or "_" for part in key.path])
+
+
+def slot_of(context: StepContext, source: CdcSource) -> "ReplicationSlot":
+    """The run's ReplicationSlot resource for this source."""
+    return getattr(context.resources, source.slot_key)
+
+
+def session_of(context: StepContext, source: CdcSource) -> "Callable[[], SparkSession]":
+    """What starts the run's Spark session for this source, when it is needed."""
+    spark: LakeSpark = getattr(context.resources, source.spark_key)
+    return spark.session
+
+
+def observe_slot(
+    context: StepContext,
+    source: CdcSource,
+    numbers: Mapping[str, float | int | str],
+    report: Mapping[str, Any],
+    more: Mapping[str, dg.MetadataValue] | None = None,
+) -> None:
+    """Leave a step's numbers on the slot, where the UI plots them, and its report for `pgwal` to print."""
+    metadata = (
+        {f"pgwal/{name}": value for name, value in numbers.items()} | {REPORT: dg.MetadataValue.json(dict(report))} | dict(more or {})
+    )
+    context.log_event(dg.AssetObservation(source.names.slot, metadata=metadata))
+
+
+def hint_unknown(context: StepContext, source: CdcSource, tables: Iterable[TableName]) -> None:
+    """Tables that the definitions do not have are captured all the same; say so, and let the next load know them."""
+    unknown = [table for table in sorted(tables) if not source.knows(table)]
+    if not unknown:
+        return
+    listed = ", ".join(map(str, unknown))
+    context.log.warning(f"Captured, but not yet among the definitions: {listed}. Reload the code location to see them as assets.")
+    try:
+        refresh(slot_of(context, source).settings)
+    except PgwalError as error:
+        context.log.warning(f"The tables' state was not refreshed: {error}")

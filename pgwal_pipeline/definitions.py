@@ -1,0 +1,11 @@
+"""The code location: nothing but wiring. What is defined stands in `defs/`, what it is made of in `components/`."""
+
+from pathlib import Path
+
+import dagster as dg
+
+
+@dg.definitions
+def defs() -> dg.Definitions:
+    """Everything in `defs/`."""
+    return dg.load_from_defs_folder(path_within_project=Path(__file__).parent)

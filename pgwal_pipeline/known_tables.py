@@ -1,0 +1,150 @@
+"""What Dagster's definitions know of the source's tables, so that they load while the source is down.
+
+The code server asks the source each time it loads, and keeps the answer in a file under DAGSTER_HOME, one for each source and
+publication; the file is what it falls back on. Nothing is ever written into the package's folder.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pgwal_pipeline.relation import PgType, Relation, TableName
+from pgwal_pipeline.settings import Settings
+
+CONNECT_TIMEOUT = 5  # seconds: a location that loads must not wait long for a source that is down
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KnownColumn:
+    """A column: its type as Postgres shows it (`numeric(10,2)`) and as Delta does (`decimal(10,2)`)."""
+
+    name: str
+    type: str
+    lake_type: str
+    nullable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTable:
+    """A table that is published, or will be; `key` is empty where rows have none."""
+
+    table: TableName
+    columns: tuple[KnownColumn, ...]
+    key: tuple[str, ...] = ()
+
+
+def fetch(settings: Settings) -> tuple[KnownTable, ...]:
+    """The tables of the publication and those that our publication would take in, by name, as the source has them now.
+
+    Raises SettingError where no source is named, SourceUnavailable and SourceRefused as a connection does.
+    """
+    from pgwal_pipeline.postgres.dsn import connect
+    from pgwal_pipeline.postgres.followed import followed_tables
+
+    with connect(settings.dsn, application="pgwal definitions", connect_timeout=CONNECT_TIMEOUT) as conn:
+        return tuple(known(relation) for relation in followed_tables(conn, settings.publication, settings.tables))
+
+
+def known(relation: Relation) -> KnownTable:
+    """What the definitions keep of a table."""
+    columns = tuple(KnownColumn(column.name, column.type.name, _lake_type(column.type), column.nullable) for column in relation.columns)
+    return KnownTable(relation.table, columns, relation.key)
+
+
+def _lake_type(declared: PgType) -> str:
+    from pgwal_pipeline.decode.types import arrow_type
+
+    return _delta_name(str(arrow_type(declared)))
+
+
+_DELTA_NAMES = {
+    "bool": "boolean",
+    "int16": "short",
+    "int32": "integer",
+    "int64": "long",
+    "halffloat": "float",
+    "float": "float",
+    "double": "double",
+    "date32[day]": "date",
+    "timestamp[us]": "timestamp_ntz",
+    "timestamp[us, tz=UTC]": "timestamp",
+}
+
+
+def _delta_name(arrow: str) -> str:
+    """An Arrow type's name as Delta's schema has it."""
+    if arrow.startswith(("list<", "large_list<")):
+        element = re.fullmatch(r"(?:large_)?list<\w+: (.*?)(?: not null)?>", arrow)
+        return f"array<{_delta_name(element[1]) if element else '?'}>"
+    if arrow.startswith("decimal"):
+        return re.sub(r"decimal\d+\((\d+), (\d+)\)", r"decimal(\1,\2)", arrow)
+    if arrow.startswith(("string", "large_string")):
+        return "string"
+    if arrow.startswith(("binary", "large_binary")):
+        return "binary"
+    return _DELTA_NAMES.get(arrow, arrow)
+
+
+def state_path(settings: Settings) -> Path:
+    """The file with the tables of this source and publication. Raises SettingError where no source is named or its DSN cannot be read."""
+    from pgwal_pipeline.postgres.dsn import describe_dsn
+
+    source = hashlib.sha256(f"{describe_dsn(settings.dsn)}\0{settings.publication}".encode()).hexdigest()[:16]
+    name = re.sub(r"[^a-z0-9_]", "-", settings.publication.lower())[:40]
+    return _home() / "pgwal" / f"tables-{name}-{source}.json"
+
+
+def _home() -> Path:
+    return Path(os.environ.get("DAGSTER_HOME") or ".dagster").expanduser().absolute()
+
+
+def refresh(settings: Settings) -> tuple[KnownTable, ...]:
+    """Ask the source, keep the answer for when it is down, and return it. Raises as `fetch` does."""
+    tables = fetch(settings)
+    path = state_path(settings)
+    text = dump(tables)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    return tables
+
+
+def remembered(settings: Settings) -> tuple[KnownTable, ...]:
+    """What the last `refresh` left; empty where there was none, or where its file cannot be read any more. Raises SettingError."""
+    try:
+        return load(state_path(settings).read_text(encoding="utf-8"))
+    except (OSError, ValueError, LookupError, TypeError):
+        return ()
+
+
+def dump(tables: Iterable[KnownTable]) -> str:
+    """The tables as text that `load` reads."""
+    rows = [
+        {
+            "schema": known.table.schema,
+            "name": known.table.name,
+            "key": list(known.key),
+            "columns": [asdict(column) for column in known.columns],
+        }
+        for known in tables
+    ]
+    return json.dumps({"format": _FORMAT, "tables": rows}, indent=1)
+
+
+def load(text: str) -> tuple[KnownTable, ...]:
+    """The tables that `dump` wrote. Raises ValueError for the text of another version."""
+    state: dict[str, Any] = json.loads(text)
+    if state.get("format") != _FORMAT:
+        raise ValueError(f"the tables' state has format {state.get('format')}, not {_FORMAT}")
+    return tuple(
+        KnownTable(TableName(row["schema"], row["name"]), tuple(KnownColumn(**column) for column in row["columns"]), tuple(row["key"]))
+        for row in state["tables"]
+    )

@@ -1,0 +1,67 @@
+"""Which tables are followed, or will be once the pipeline has run: what can be said before there is a publication."""
+
+import psycopg
+
+from pgwal_pipeline.postgres.candidates import candidate_tables
+from pgwal_pipeline.postgres.catalog import PRIMARY_KEY_SQL, Connection, resolve_types, tables_of
+from pgwal_pipeline.postgres.dsn import translate
+from pgwal_pipeline.postgres.publication import COMMENT
+from pgwal_pipeline.relation import Column, Relation, TableName
+
+
+def followed_tables(conn: Connection, publication: str, globs: str) -> list[Relation]:
+    """The tables of the publication, by name; where it is ours or not made yet, those that it would take in as well.
+
+    Nothing is changed or locked. Raises what `dsn.translate` makes of an error of the server's.
+    """
+    try:
+        rows = conn.execute(
+            "SELECT pg_catalog.obj_description(oid, 'pg_publication') = %s FROM pg_catalog.pg_publication WHERE pubname = %s",
+            [COMMENT, publication],
+        ).fetchall()
+    except psycopg.Error as error:
+        raise translate(error, "reading the catalog") from error
+    published = tables_of(conn, publication) if rows else []
+    if rows and not rows[0][0]:
+        return published
+    held = {relation.table for relation in published}
+    joining = [
+        candidate.oid
+        for candidate in candidate_tables(conn, globs)
+        if candidate.reason is None and candidate.owned and candidate.table not in held
+    ]
+    return sorted([*published, *_relations(conn, joining)], key=lambda relation: relation.table)
+
+
+def _relations(conn: Connection, oids: list[int]) -> list[Relation]:
+    if not oids:
+        return []
+    generated = "a.attgenerated IN ('', 's')" if conn.info.server_version >= 180000 else "a.attgenerated = ''"
+    try:
+        rows = conn.execute(
+            f"""SELECT c.oid, n.nspname::text, c.relname::text, c.relreplident::text, {PRIMARY_KEY_SQL},
+                    pg_catalog.array_agg(a.attname::text ORDER BY a.attnum), pg_catalog.array_agg(a.atttypid::int8 ORDER BY a.attnum),
+                    pg_catalog.array_agg(a.atttypmod ORDER BY a.attnum), pg_catalog.array_agg(NOT a.attnotnull ORDER BY a.attnum)
+                FROM pg_catalog.pg_class c
+                JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+                JOIN pg_catalog.pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND {generated}
+                WHERE c.oid = ANY (%s::oid[])
+                GROUP BY c.oid, n.nspname, c.relname, c.relreplident""".encode(),
+            [oids],
+        ).fetchall()
+    except psycopg.Error as error:
+        raise translate(error, "reading the catalog") from error
+    types = resolve_types(conn, {pair for row in rows for pair in zip(row[6], row[7], strict=True)})
+    return [
+        Relation(
+            oid,
+            TableName(schema, name),
+            identity,
+            tuple(
+                Column(column, types[type_oid, typmod], nullable=nullable)
+                for column, type_oid, typmod, nullable in zip(names, oids_, typmods, nullables, strict=True)
+            ),
+            tuple(primary or ()),
+        )
+        for oid, schema, name, identity, primary, names, oids_, typmods, nullables in rows
+    ]
