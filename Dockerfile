@@ -1,0 +1,41 @@
+# syntax=docker/dockerfile:1
+# One image for the code server (where the runs are), the webserver and the daemon; docker-compose.yaml shows them together.
+
+FROM python:3.12-slim-bookworm AS base
+ENV PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    XDG_CACHE_HOME=/opt/cache \
+    PATH=/opt/pgwal/bin:$PATH
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends openjdk-17-jre-headless tini \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM base AS build
+WORKDIR /build
+RUN python -m venv /opt/pgwal
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pgwal_pipeline ./pgwal_pipeline
+# dagster-postgres keeps Dagster's own events; its dialect wants psycopg2 and a SQLAlchemy that still has it as the default.
+RUN --mount=type=cache,target=/opt/cache/pip \
+    pip install --constraint constraints.txt . 'dagster-postgres>=0.29,<0.30' 'psycopg2-binary>=2.9,<3' 'sqlalchemy<2.1'
+# Delta's jars are fetched now, not by the first run.
+RUN python -m pgwal_pipeline.local.jars && rm -rf /opt/cache/pip
+
+FROM base
+RUN useradd --uid 10001 --create-home pgwal \
+    && install -d -o pgwal -g pgwal /var/lib/pgwal /var/lib/pgwal/dagster /var/lib/pgwal/lake
+COPY --from=build /opt/pgwal /opt/pgwal
+COPY --from=build --chown=pgwal:pgwal /opt/cache /opt/cache
+COPY --chown=pgwal:pgwal deploy/dagster.yaml /var/lib/pgwal/dagster/dagster.yaml
+COPY deploy/workspace.yaml /etc/pgwal/workspace.yaml
+ENV DAGSTER_HOME=/var/lib/pgwal/dagster \
+    PGWAL_LAKE=/var/lib/pgwal/lake
+WORKDIR /var/lib/pgwal
+USER pgwal
+EXPOSE 3000 4000
+# tini hands signals on and collects what runs leave behind.
+ENTRYPOINT ["tini", "--"]
+CMD ["dagster-webserver", "-h", "0.0.0.0", "-p", "3000", "-w", "/etc/pgwal/workspace.yaml"]
+HEALTHCHECK --interval=15s --timeout=10s --start-period=60s --retries=4 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:3000/server_info', timeout=5)"]
