@@ -11,7 +11,7 @@ from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import EQUALS_SOURCE_CHECK, HEALTH_CHECK
 from pgwal_pipeline.components.failures import RETRIES, at_work
 from pgwal_pipeline.components.raw import report_windows
-from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of
+from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of, stand_ins
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline.reports import LagReading, TableComparison, VerifyReport, publish_json
 from pgwal_pipeline.relation import TableName
@@ -105,14 +105,18 @@ def build_verify(source: CdcSource) -> dg.AssetChecksDefinition | dg.OpDefinitio
 
         return verify_unknown
 
+    keys = {key for known in source.tables for key in (source.names.current(known.table), source.names.source(known.table))}
+    given = stand_ins(keys)
+    safe = {key: given.get(key, key) for key in keys}
+
     @dg.multi_asset_check(
         name=source.named("verify_current"),
         description=description,
         specs=[
             dg.AssetCheckSpec(
                 EQUALS_SOURCE_CHECK,
-                asset=source.names.current(known.table),
-                additional_deps=[source.names.source(known.table)],
+                asset=safe[source.names.current(known.table)],
+                additional_deps=[safe[source.names.source(known.table)]],
                 description="Every row and every value is what the source had at the same position.",
             )
             for known in source.tables
@@ -134,7 +138,10 @@ def build_verify(source: CdcSource) -> dg.AssetChecksDefinition | dg.OpDefinitio
             if _check_key(source, table) in selected:
                 yield _result(source, table, report, comparison)
 
-    return verify_current
+    if not given:
+        return verify_current
+    real_keys = {stand_in: key for key, stand_in in given.items()}
+    return dg.AssetChecksDefinition(**verify_current.with_attributes(asset_key_replacements=real_keys).get_attributes_dict())
 
 
 def _check_key(source: CdcSource, table: TableName) -> dg.AssetCheckKey:

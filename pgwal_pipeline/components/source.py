@@ -91,31 +91,35 @@ class CdcSource:
 
 
 def op_safe(specs: Sequence[dg.AssetSpec]) -> tuple[list[dg.AssetSpec], dict[dg.AssetKey, dg.AssetKey]]:
-    """The specs under keys from which Dagster can make names of inputs and outputs, and the real key for each stand-in.
+    """The specs under stand-in keys (see `stand_ins`) where they need any, and the real key of each stand-in."""
+    given = stand_ins(key for spec in specs for key in (spec.key, *(dep.asset_key for dep in spec.deps)))
+    if not given:
+        return list(specs), {}
+    safe = [
+        spec.replace_attributes(key=given.get(spec.key, spec.key), deps=[given.get(dep.asset_key, dep.asset_key) for dep in spec.deps])
+        for spec in specs
+    ]
+    return safe, {stand_in: key for key, stand_in in given.items()}
 
-    Postgres allows anything in a name, Dagster only letters, digits and underscores; and it takes `a_b.c` and `a.b_c` for one.
+
+def stand_ins(keys: Iterable[dg.AssetKey]) -> dict[dg.AssetKey, dg.AssetKey]:
+    """A stand-in for each of the keys from which Dagster cannot make the name of an op's input or output.
+
+    Postgres allows anything in a name, Dagster only letters, digits and underscores; and it takes `a_b.c` and `a.b_c` for one. Assets are
+    made under the stand-ins, which then only name inputs and outputs: `with_attributes(asset_key_replacements=…)` gives the real keys.
     """
-    keys = sorted({key for spec in specs for key in (spec.key, *(dep.asset_key for dep in spec.deps))})
-    stand_ins: dict[dg.AssetKey, dg.AssetKey] = {}
+    found: dict[dg.AssetKey, dg.AssetKey] = {}
     taken: set[str] = set()
-    for key in sorted(keys, key=lambda key: (_plain(key) != key, key)):
-        path = _plain(key).path
+    for key in sorted(set(keys), key=lambda key: (_plain(key) != key, key)):
+        path = list(_plain(key).path)
         attempt, number = path, 1
         while (name := re.sub("_+", "_", "_".join(attempt))) in taken:
             number += 1
             attempt = [*path[:-1], f"{path[-1]}_{number}"]
         taken.add(name)
-        if list(attempt) != list(key.path):
-            stand_ins[key] = dg.AssetKey(attempt)
-    if not stand_ins:
-        return list(specs), {}
-    safe = [
-        spec.replace_attributes(
-            key=stand_ins.get(spec.key, spec.key), deps=[stand_ins.get(dep.asset_key, dep.asset_key) for dep in spec.deps]
-        )
-        for spec in specs
-    ]
-    return safe, {stand_in: key for key, stand_in in stand_ins.items()}
+        if attempt != list(key.path):
+            found[key] = dg.AssetKey(attempt)
+    return found
 
 
 def _plain(key: dg.AssetKey) -> dg.AssetKey:
