@@ -5,10 +5,11 @@ in one statement, and on the lake's `current` tables at the versions of one publ
 read alike; `{orders}` and the like stand for the tables.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import click
 import psycopg
 
 TABLES = ("customers", "inventory", "order_lines", "orders", "payments", "products")
@@ -70,18 +71,32 @@ def broken_at_source(conn: psycopg.Connection) -> dict[str, int]:
     return {rule.name: conn.execute(rule.sql.format_map(tables).encode()).rowcount for rule in INVARIANTS}
 
 
-def broken_in_lake(tables: Mapping[str, tuple[str, int]]) -> dict[str, int]:
-    """Offending rows by invariant, in `current` tables read at given versions: `tables` maps `shop.orders` … to (path, Delta version)."""
+def broken_in_lake(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Offending rows by invariant, in `current` at one publish: `tables` maps `shop.orders` … to its `path` and Delta `version`, as in the
+    JSON of `pgwal as-of`.
+    """
     from deltalake import DeltaTable, QueryBuilder  # the workload needs no Delta
 
     query = QueryBuilder()
     for name in TABLES:
-        path, version = tables[f"shop.{name}"]
-        query = query.register(name, DeltaTable(path, version=version))
+        table = tables[f"shop.{name}"]
+        query = query.register(name, DeltaTable(table["path"], version=table["version"]))
     names = {name: name for name in TABLES}
     return {rule.name: sum(batch.num_rows for batch in query.execute(rule.sql.format_map(names))) for rule in INVARIANTS}
 
 
-def tables_of_publish(publish: str | bytes) -> dict[str, tuple[str, int]]:
-    """The tables of a publish as `broken_in_lake` takes them, from the JSON of `pgwal as-of --json`."""
-    return {name: (table["path"], table["version"]) for name, table in json.loads(publish)["tables"].items()}
+def main() -> int:
+    """Check the newest publish of the lake that PGWAL_LAKE names, and say so; the exit code is 1 where something is broken."""
+    from pgwal_pipeline.pipeline.as_of import find_publish
+    from pgwal_pipeline.settings import Settings
+
+    publish = find_publish(Settings.from_environment())
+    broken = broken_in_lake(publish["tables"])
+    click.echo(f"At {publish['lsn']}, published {publish['published_at']}:")
+    for rule in INVARIANTS:
+        click.echo(f"  {'broken by ' + str(broken[rule.name]) + ' rows' if broken[rule.name] else 'holds'}: {rule.says}")
+    return int(any(broken.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

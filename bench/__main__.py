@@ -1,0 +1,59 @@
+"""`python -m bench [NAME…]`: run the benchmarks, print what they found and write it to `artifacts/bench.json`."""
+
+from collections.abc import Callable
+
+import click
+from rich.console import Console
+
+from bench.report import Result, save, show
+
+NAMES = ("drain", "tables", "memory", "publish", "help")
+
+
+@click.command()
+@click.argument("names", nargs=-1, type=click.Choice(NAMES))
+@click.option("--rounds", default=3, show_default=True, help="Rounds of each measure; the median counts.")
+@click.option("--scale", default=1.0, show_default=True, help="A factor for all sizes, to try things out.")
+def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
+    """Run the benchmarks called NAMES, or all of them.
+
+    drain: 800,000 changes against pg_recvlogical. tables: the same over 50 tables and in one. memory: one transaction of 5 million rows and
+    of 1 million. publish: 100,000 changed keys into a million rows against a MERGE by hand. help: how soon the command answers.
+    """
+    console = Console()
+    for name in names or NAMES:
+        result = _benchmark(name, rounds, scale)()
+        show(console, result)
+        path = save([result])
+    console.print(f"Written to {path}.")
+
+
+def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:
+    def size(count: int) -> int:
+        return max(round(count * scale), 1000)
+
+    match name:
+        case "drain":
+            from bench.drains import against_pg_recvlogical
+
+            return lambda: against_pg_recvlogical(size(800_000), rounds)
+        case "tables":
+            from bench.drains import many_tables
+
+            return lambda: many_tables(size(800_000), rounds)
+        case "memory":
+            from bench.memory import one_transaction
+
+            return lambda: one_transaction((size(1_000_000), size(5_000_000)), rounds)
+        case "publish":
+            from bench.publishes import against_merge
+
+            return lambda: against_merge(size(1_000_000), size(100_000), rounds)
+        case _:
+            from bench.startup import help_text
+
+            return lambda: help_text(max(rounds, 5))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""How fast a drain is: against the server's own way to read a slot, and over many tables against one."""
+
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import psycopg
+
+from bench.report import Measure, Result
+from bench.source import PUBLICATION, flush_lsn, load, make_database, make_tables, server
+from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.pipeline.drain import bootstrap, drain
+from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.settings import Settings
+
+
+def against_pg_recvlogical(changes: int, rounds: int) -> Result:
+    """A drain into durable raw tables against `pg_recvlogical` that throws away the same messages."""
+    with server() as postgres, tempfile.TemporaryDirectory() as folder:
+        dsn = make_database(postgres, "bench")
+        tables = make_tables(dsn, 5)
+        # A slot for each round, made before the load: every one of them has the same backlog.
+        for number in range(rounds):
+            bootstrap(_settings(dsn, folder, number), progress=Silent())
+            _make_slot(dsn, f"recv_{number}")
+        made = load(dsn, tables, changes)
+        end = flush_lsn(dsn)
+        ours, theirs, rows = [], [], 0
+        for number in range(rounds):
+            theirs.append(_pg_recvlogical(postgres, dsn, f"recv_{number}", end))
+            seconds, rows = _drain(_settings(dsn, folder, number))
+            ours.append(seconds)
+            assert rows == made, f"{made} changes were made, {rows} were drained"
+        files = sum(path.stat().st_size for path in Path(folder, "0").rglob("*.parquet"))
+    drained, received = Measure("drain to durable Delta", "s", tuple(ours)), Measure("pg_recvlogical to /dev/null", "s", tuple(theirs))
+    return Result(
+        "drain",
+        f"{made:,} changes over 5 tables of 10 columns",
+        (drained, received),
+        drained.median / received.median,
+        "drain / pg_recvlogical; 1 is the WAL's own speed",
+        {"changes a second": f"{made / drained.median:,.0f}", "Parquet written": f"{files / 2**20:,.0f} MB"},
+    )
+
+
+def many_tables(changes: int, rounds: int) -> Result:
+    """The same changes over 50 tables and in one."""
+    measures = []
+    with server() as postgres, tempfile.TemporaryDirectory() as folder:
+        for count in (1, 50):
+            dsn = make_database(postgres, f"bench_{count}")
+            tables = make_tables(dsn, count)
+            place = str(Path(folder, str(count)))
+            for number in range(rounds):
+                bootstrap(_settings(dsn, place, number, prefix=f"t{count}"), progress=Silent())
+            made = load(dsn, tables, changes)
+            measures.append(
+                Measure(
+                    f"drain of {made:,} changes, {count} table{'s' * (count > 1)}",
+                    "s",
+                    tuple(_drain(_settings(dsn, place, number, prefix=f"t{count}"))[0] for number in range(rounds)),
+                )
+            )
+    one, fifty = measures
+    return Result("tables", "the same changes over 50 tables and in one", (one, fifty), fifty.median / one.median, "50 tables / 1 table")
+
+
+def _settings(dsn: str, folder: str, number: int, prefix: str = "pgwal") -> Settings:
+    return Settings.from_environment(
+        {}, source_dsn=dsn, lake=str(Path(folder, str(number))), slot=f"{prefix}_{number}", publication=PUBLICATION
+    )
+
+
+def _drain(settings: Settings) -> tuple[float, int]:
+    """Wall seconds of the whole drain, checks and confirmation included, and its changes."""
+    os.sync()
+    begin = time.perf_counter()
+    report = drain(settings, progress=Silent())
+    return time.perf_counter() - begin, sum(window.changes for window in report.windows)
+
+
+def _make_slot(dsn: str, name: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [name])
+
+
+def _pg_recvlogical(postgres: Postgres, dsn: str, slot: str, end: str) -> float:
+    options = [f"--option=publication_names={PUBLICATION}", "--option=proto_version=4", f"--endpos={end}"]
+    command = [
+        str(postgres.installation.bin / "pg_recvlogical"),
+        f"--dbname={dsn}",
+        f"--slot={slot}",
+        "--start",
+        "--no-loop",
+        "--file=/dev/null",
+    ]
+    os.sync()
+    begin = time.perf_counter()
+    subprocess.run([*command, *options], check=True)
+    return time.perf_counter() - begin

@@ -1,0 +1,88 @@
+"""How much memory a drain takes, however large a transaction is."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psycopg
+
+from bench.report import Measure, Result
+from bench.source import PUBLICATION, make_database, server
+
+_BUDGET = "128MB"
+
+
+def one_transaction(rows: tuple[int, int], rounds: int) -> Result:
+    """The largest memory (PSS) of a drain that meets one transaction of `rows` narrow rows, first the fewer and then the more."""
+    measures = []
+    with server() as postgres, tempfile.TemporaryDirectory() as folder:
+        for count in (0, *rows):
+            dsn = make_database(postgres, f"rows_{count}")
+            with psycopg.connect(dsn, autocommit=True) as conn:
+                conn.execute("CREATE TABLE narrow (id bigint PRIMARY KEY, value integer NOT NULL)")
+                conn.execute(f"CREATE PUBLICATION {PUBLICATION} FOR ALL TABLES".encode())
+            environments = [
+                {
+                    "PGWAL_SOURCE_DSN": dsn,
+                    "PGWAL_LAKE": str(Path(folder, f"{count}_{number}")),
+                    "PGWAL_SLOT": f"rows_{count}_{number}",
+                    "PGWAL_PUBLICATION": PUBLICATION,
+                    "PGWAL_MEMORY_BUDGET": _BUDGET,
+                }
+                for number in range(rounds)
+            ]
+            for environment in environments:
+                peak_of_drain(environment)  # makes the slot
+            with psycopg.connect(dsn, autocommit=True) as conn:
+                conn.execute("INSERT INTO narrow SELECT n, n FROM generate_series(1, %s) n", [max(count, 1)])
+            peaks = tuple(peak_of_drain(environment) / 2**20 for environment in environments)
+            what = f"one transaction of {count:,} rows" if count else "nothing to drain"
+            measures.append(Measure(f"{what}, PGWAL_MEMORY_BUDGET={_BUDGET}", "MB", peaks))
+    idle, small, large = measures
+    return Result(
+        "memory",
+        "largest memory (PSS) of the processes of a drain",
+        (idle, small, large),
+        large.median / small.median,
+        f"{rows[1]:,} rows / {rows[0]:,} rows",
+        {"above a drain of nothing": f"{large.median - idle.median:,.0f} MB"},
+    )
+
+
+def peak_of_drain(environment: Mapping[str, str]) -> float:
+    """Run a drain in a process of its own and return the largest PSS, in bytes, of it and its children together; one look each 0.1 s."""
+    program = "from pgwal_pipeline.pipeline.drain import drain; from pgwal_pipeline.progress import Silent; "
+    program += "from pgwal_pipeline.settings import Settings; drain(Settings.from_environment(), progress=Silent())"
+    with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **environment}) as process:
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, sum(_pss(pid) for pid in _family(process.pid)))
+            time.sleep(0.1)
+    if process.returncode:
+        raise RuntimeError(f"the drain ended with code {process.returncode}")
+    return peak
+
+
+def _family(pid: int) -> list[int]:
+    try:
+        children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    except OSError:
+        return [pid]
+    return [pid, *(member for child in children for member in _family(child))]
+
+
+def _pss(pid: int) -> int:
+    """Bytes of memory that a process would free by ending, shared pages in proportion; a JVM counts as nothing."""
+    try:
+        if Path(f"/proc/{pid}/comm").read_text().strip() == "java":
+            return 0
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0

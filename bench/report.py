@@ -1,0 +1,97 @@
+"""What a benchmark found, on a terminal and as JSON."""
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ARTIFACTS = Path("artifacts")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One thing measured: the `values` of all rounds in `unit`, and their median."""
+
+    what: str
+    unit: str
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle value."""
+        return statistics.median(self.values)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A benchmark's outcome: `measures`, and what they come to in `ratio`, which `ratio_of` explains."""
+
+    name: str
+    says: str
+    measures: tuple[Measure, ...]
+    ratio: float | None = None
+    ratio_of: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def show(console: Console, result: Result) -> None:
+    """Print a table of the measures and the ratio under it."""
+    table = Table(title=f"{result.name}: {result.says}", title_justify="left", title_style="bold")
+    for heading in ("measured", "median", "rounds"):
+        table.add_column(heading)
+    for measure in result.measures:
+        table.add_row(measure.what, f"{measure.median:,.2f} {measure.unit}", "  ".join(f"{value:,.2f}" for value in measure.values))
+    console.print(table)
+    if result.ratio is not None:
+        console.print(f"[bold]{result.ratio:.2f}[/bold] = {result.ratio_of}")
+    for name, value in result.facts.items():
+        console.print(f"{name}: {value}")
+    console.print()
+
+
+def save(results: Sequence[Result]) -> Path:
+    """Write the results with a word on the machine to `artifacts/bench.json`; those of other benchmarks stay in it. Returns the path."""
+    path = ARTIFACTS / "bench.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    for result in results:
+        known[result.name] = {
+            **asdict(result),
+            "medians": {measure.what: measure.median for measure in result.measures},
+            "machine": machine(),
+        }
+    ARTIFACTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps(known, indent=2) + "\n")
+    return path
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{
+            package: version(package)
+            for package in ("pgwal-pipeline", "pyarrow", "deltalake", "pyspark", "delta-spark")
+            if _installed(package)
+        },
+    }
+
+
+def _installed(package: str) -> bool:
+    try:
+        version(package)
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,96 @@
+"""A server for the benchmarks, and the changes that are drained from it."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psycopg
+
+from pgwal_pipeline.local.postgres import Postgres
+
+PUBLICATION = "bench"
+
+# What a small production server has, but for room: nothing may be thrown away while several slots wait for their turn.
+_SETTINGS = {
+    "wal_level": "logical",
+    "shared_buffers": "256MB",
+    "max_wal_size": "8GB",
+    "checkpoint_timeout": "30min",
+    "max_slot_wal_keep_size": "-1",
+    "autovacuum": "off",
+}
+
+# Ten columns of the types that most tables are made of.
+_COLUMNS = """
+    id bigint PRIMARY KEY, customer integer NOT NULL, status text NOT NULL, amount numeric(12,2) NOT NULL,
+    quantity smallint, note text, score double precision, active boolean NOT NULL, day date NOT NULL, changed_at timestamptz NOT NULL"""
+_BATCH = 1000  # changes a transaction
+
+
+@contextlib.contextmanager
+def server() -> Iterator[Postgres]:
+    """A fresh server in a folder of its own; both are gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="pgwal-bench-") as folder:
+        Path(folder).chmod(0o755)
+        postgres = Postgres(Path(folder) / "data", settings=_SETTINGS)
+        postgres.start()
+        try:
+            yield postgres
+        finally:
+            postgres.destroy()
+
+
+def make_database(postgres: Postgres, name: str) -> str:
+    """A new database on `postgres`; returns its DSN."""
+    with psycopg.connect(postgres.dsn(), autocommit=True) as conn:
+        conn.execute(f'CREATE DATABASE "{name}"'.encode())
+    return postgres.dsn(name)
+
+
+def make_tables(dsn: str, count: int) -> list[str]:
+    """`count` empty tables of ten columns and a publication for all; returns their names."""
+    names = [f"t{number:02d}" for number in range(count)]
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        for name in names:
+            conn.execute(f"CREATE TABLE {name} ({_COLUMNS})".encode())
+        conn.execute(f"CREATE PUBLICATION {PUBLICATION} FOR ALL TABLES".encode())
+    return names
+
+
+def load(dsn: str, tables: Sequence[str], changes: int) -> int:
+    """Make about `changes` changes, 60 % inserts, 30 % updates and 10 % deletes, in transactions of a thousand on one table after another.
+
+    Returns the exact number. Updates and deletes hit rows that the transaction before on the same table has inserted.
+    """
+    inserts = _BATCH * 6 // 10
+    made = 0
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        for batch in range(round(changes / _BATCH)):
+            table, turn = tables[batch % len(tables)], batch // len(tables)
+            first = turn * inserts
+            before = f"id >= {first - inserts} AND id < {first}"
+            with conn.transaction():
+                work = (
+                    f"INSERT INTO {table} SELECT {values('n')} FROM generate_series({first}::bigint, {first + inserts - 1}) n",
+                    f"UPDATE {table} SET status = 'changed', amount = amount + 1 WHERE {before} AND id % 2 = 1",
+                    f"DELETE FROM {table} WHERE {before} AND id % 6 = 0",
+                )
+                made += sum(conn.execute(statement.encode()).rowcount for statement in work)
+    return made
+
+
+def values(number: str) -> str:
+    """A row of the tables as a select list; everything follows from the SQL expression `number`, the key."""
+    return f"""{number}, ({number} * 7919 % 100000)::int, (ARRAY['new','paid','sent','closed'])[1 + {number} % 4],
+        ({number} % 1000000)::numeric / 100, ({number} % 50)::smallint, 'order ' || md5({number}::text), {number} * 0.37, {number} % 3 = 0,
+        DATE '2025-01-01' + ({number} % 365)::int, TIMESTAMPTZ '2025-01-01 00:00Z' + {number} * interval '1 second'"""
+
+
+def flush_lsn(dsn: str) -> str:
+    """Where the server's WAL ends, flushed."""
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute("SELECT pg_switch_wal()")
+        row = conn.execute("SELECT pg_current_wal_flush_lsn()::text").fetchone()
+    assert row is not None
+    return row[0]
