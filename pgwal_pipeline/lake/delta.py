@@ -1,0 +1,194 @@
+"""What all Delta tables have in common that Spark does not write: opening, making, widening and committing, and what can go wrong."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Field, Schema, Transaction
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction, RemoveAction
+
+from pgwal_pipeline.errors import LakeError
+from pgwal_pipeline.lake.layout import Lake, storage_options
+from pgwal_pipeline.lake.parquet import flush, make_folder
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_STORE_SAYS = re.compile(r"<Code>([^<]*)</Code>\s*<Message>([^<]*)</Message>")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+ATTEMPTS = 60
+"""How often a change that another writer was faster than is tried anew."""
+
+
+class Clash(Exception):  # noqa: N818 - an answer to the caller, not to a user
+    """A column of a Delta table that rows with another type are to be written to; types are named as Delta does."""
+
+    def __init__(self, column: str, has: str, wanted: str) -> None:
+        super().__init__(f"column {column} is {has}, not {wanted}")
+        self.column = column
+        self.has = has
+        self.wanted = wanted
+
+
+def open_table(lake: Lake, uri: str) -> DeltaTable | None:
+    """The Delta table at `uri`, None where there is none. Looking makes nothing. Raises LakeError for one that cannot be read."""
+    with lake_errors(uri):
+        if lake.is_local and not _has_log(uri):
+            return None
+        try:
+            return DeltaTable(uri, storage_options=storage_options(lake.uri))
+        except TableNotFoundError:
+            return None
+
+
+def _has_log(path: str) -> bool:
+    try:
+        Path(path, "_delta_log").stat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def missing_fields(has: Schema, wanted: Schema) -> list[Field]:
+    """The columns of `wanted` that `has` lacks. Raises Clash where both have a column and its type differs."""
+    types = {field.name: field.type.to_json() for field in has.fields}
+    for field in wanted.fields:
+        if types.get(field.name, field.type.to_json()) != field.type.to_json():
+            raise Clash(field.name, types[field.name].strip('"'), field.type.to_json().strip('"'))
+    return [field for field in wanted.fields if field.name not in types]
+
+
+def ensure_table(
+    lake: Lake,
+    uri: str,
+    schema: Schema | pa.Schema,
+    *,
+    partition_by: Sequence[str] = (),
+    configuration: Mapping[str, str | None] | None = None,
+) -> DeltaTable:
+    """The Delta table at `uri` with at least the columns of `schema`: made where it is missing, widened where columns are; none ever goes.
+
+    Raises Clash where a column stands there with another type, LakeError where the lake cannot be written.
+    """
+    wanted = schema if isinstance(schema, Schema) else Schema.from_arrow(schema)
+    with lake_errors(uri):
+        for _ in range(ATTEMPTS):
+            table = open_table(lake, uri)
+            try:
+                if table is None:
+                    make_folder(lake, lake.relative(uri) + "/_delta_log")
+                    table = DeltaTable.create(
+                        uri,
+                        wanted,
+                        partition_by=list(partition_by),
+                        configuration=configuration,
+                        storage_options=storage_options(lake.uri),
+                        # A second creator must fail: tried again by delta-rs, its commit would replace the first one's schema.
+                        commit_properties=CommitProperties(max_commit_retries=0),
+                    )
+                    flush_commits(lake, uri, -1, table.version())
+                if added := missing_fields(table.schema(), wanted):
+                    before = table.version()
+                    table.alter.add_columns(added)
+                    table.update_incremental()
+                    flush_commits(lake, uri, before, table.version())
+            except CommitFailedError:
+                continue
+            except DeltaError:
+                if table is None and open_table(lake, uri) is not None:
+                    continue
+                raise
+            return table
+    raise crowded(uri)
+
+
+def crowded(uri: str) -> LakeError:
+    """The error of a change that lost against other writers every time."""
+    return LakeError(
+        f"The Delta table {uri} is being changed by others without a pause; try again, and see that only one pipeline feeds the lake."
+    )
+
+
+def commit(
+    lake: Lake,
+    uri: str,
+    table: DeltaTable,
+    actions: Sequence[AddAction | RemoveAction],
+    *,
+    partition_by: Sequence[str] = (),
+    marker: str,
+    number: int,
+) -> None:
+    """Commit `actions` to `table`, which stands at `uri`, and see them in `table` afterwards; they are on disk then.
+
+    Of two writers with the same `marker` that look at one version the slower one gets CommitFailedError: it must look again. `number` is
+    what `table.transaction_version(marker)` says afterwards.
+    """
+    before = table.version()
+    table.create_write_transaction(
+        list(actions),
+        "append",
+        table.schema(),
+        partition_by=list(partition_by),
+        commit_properties=CommitProperties(app_transactions=[Transaction(marker, number)]),
+    )
+    table.update_incremental()
+    flush_commits(lake, uri, before, table.version())
+
+
+def flush_commits(lake: Lake, uri: str, before: int, last: int) -> None:
+    """Make sure that the commits of the table at `uri` after version `before` up to `last` are on disk."""
+    if lake.is_local:
+        paths = [f"{lake.relative(uri)}/_delta_log/{version:020}.json" for version in range(before + 1, last + 1)]
+        flush(lake, [path for path in paths if (Path(lake.uri) / path).exists()])
+
+
+@contextmanager
+def lake_errors(uri: str) -> Iterator[None]:
+    """Turn what Delta, Arrow and the storage raise for `uri` into LakeError; a commit that lost against another one passes through."""
+    try:
+        yield
+    except CommitFailedError:
+        raise
+    except (DeltaError, OSError, pa.ArrowException) as error:
+        raise _lake_error(uri, error) from error
+    except Exception as error:
+        if type(error) is Exception:  # some of delta-rs's own have no other class
+            raise _lake_error(uri, error) from error
+        raise
+
+
+def _lake_error(uri: str, error: Exception) -> LakeError:
+    text = str(error)
+    refused = _STORE_SAYS.search(text)
+    if isinstance(error, OSError) and error.strerror:
+        said = error.strerror
+    elif refused is not None:
+        said = f"{refused[1]}, {refused[2]}"
+    else:
+        # delta-rs puts causes beneath one another, the innermost last, and details after a line's end
+        said = ([part for part in (cause.strip() for cause in text.split("\u21b3")) if part] or [type(error).__name__])[-1]
+    shown = _COLOUR.sub("", said).strip().splitlines()[0].rstrip(".")[:300]
+    found = LakeError(
+        f"The lake cannot be used at {uri}: {shown}. PGWAL_LAKE takes a folder or s3:// prefix of its own that can be read and written."
+    )
+    found.transient = "error sending request" in text or "operation timed out" in text
+    return found
+
+
+def side_by_side(function: Callable[[Item], Result], items: Sequence[Item], workers: int = 8) -> list[Result]:
+    """`function` of each item, in the items' order, on a few threads: most of the time goes to waiting for storage.
+
+    Raises what the first item that failed raised, after all have ended.
+    """
+    if len(items) < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(workers, len(items)), "pgwal-lake") as pool:
+        futures = [pool.submit(function, item) for item in items]
+    return [future.result() for future in futures]

@@ -1,0 +1,268 @@
+"""The ledger: what is true of a lake. Which windows it holds, where each table stands, what has been published, and from which source.
+
+A lake that is not there has an empty ledger, and looking makes nothing. Reading sees every record made by then, by whatever process.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+
+from pgwal_pipeline.errors import LakeError
+from pgwal_pipeline.lake import rows as as_rows
+from pgwal_pipeline.lake.delta import lake_errors
+from pgwal_pipeline.lake.layout import Lake, filesystem
+from pgwal_pipeline.lake.log import SEQUENCE, RowLog
+from pgwal_pipeline.lake.records import Chunk, Publish, Source, TablePointer, TableState, Window
+from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.relation import TableName
+
+__all__ = ["LOGS", "Chunk", "Ledger", "Publish", "Source", "TablePointer", "TableState", "Window"]
+
+LOGS = ("source", "windows", "tables", "chunks", "publishes")
+"""The names of the ledger's Delta tables, as `Lake.ledger` takes them."""
+
+_CONFLICT = "Only one pipeline may feed a lake: see that no other one uses PGWAL_LAKE, then try again."
+
+
+class Ledger:
+    """The ledger of `lake`. Threads may share one; processes each have their own.
+
+    Everything raises LakeError where the lake cannot be used, and where two processes write down things that exclude each other.
+    """
+
+    def __init__(self, lake: Lake) -> None:
+        self.lake = lake
+        self._source = RowLog(lake, "source", as_rows.SOURCE, ["slot"])
+        self._windows = RowLog(lake, "windows", as_rows.WINDOWS, ["key"], without_pruned)
+        self._tables = RowLog(lake, "tables", as_rows.TABLES, ["table"])
+        self._chunks = RowLog(lake, "chunks", as_rows.CHUNKS, ["table", "generation", "chunk"])
+        self._publishes = RowLog(lake, "publishes", as_rows.PUBLISHES, ["lsn"])
+        self._read: dict[int, Window] = {}
+
+    def source(self) -> Source | None:
+        """The source that the lake is built from, None before there is one. Raises LakeError for a place that holds something else."""
+        rows = self._source.rows()
+        if rows.num_rows == 0:
+            require_empty(self.lake)
+            return None
+        return as_rows.sources(rows.slice(rows.num_rows - 1))[0]
+
+    def record_source(self, source: Source) -> None:
+        """Write down which source the lake is built from; the newest one counts."""
+        self._source.append(lambda _: as_rows.source_rows(source, _now()))
+
+    def windows(self, after: int = 0) -> tuple[Window, ...]:
+        """The windows in the order of their LSNs; only those that end past `after`. One that is `pruned` may stand for many."""
+        rows = self._windows.rows()
+        chosen = rows.filter(pc.field("end_lsn") > after) if after else rows
+        return tuple(sorted(self._as_windows(chosen), key=lambda window: (window.start_lsn, window.end_lsn)))
+
+    def prepared(self) -> tuple[Window, ...]:
+        """The windows whose files are durable but may not be in raw yet, in the order of their LSNs."""
+        rows = self._windows.rows().filter(pc.field("state") == "prepared")
+        return tuple(sorted(self._as_windows(rows), key=lambda window: window.start_lsn))
+
+    def append_window(self, window: Window) -> None:
+        """Write a window down; for a `prepared` one this is the commit: from here on its files count.
+
+        To write the same again is nothing, and `complete` follows `prepared`. Raises LakeError where it overlaps another window, or where
+        another process has written the same range.
+        """
+        self._windows.append(lambda rows: self._accept(window, rows))
+
+    def prune_windows(self, keys: Iterable[str]) -> None:
+        """Write down that raw has these complete windows no longer; those that follow one another become one record."""
+        wanted = set(keys)
+
+        def decide(rows: pa.Table) -> pa.Table:
+            known = sorted(self._as_windows(rows), key=lambda window: (window.start_lsn, window.end_lsn))
+            return as_rows.window_rows(_runs(known, wanted), self.lake, _now())
+
+        self._windows.append(decide)
+
+    def frontier(self) -> int | None:
+        """The LSN up to which every change is in raw, None before the first window.
+
+        Up to there windows follow one another without a gap from where the newest slot began.
+        """
+        rows = self._windows.rows()
+        done = rows.filter(pc.field("state") != "prepared")
+        if done.num_rows == 0:
+            return None
+        starts, ends = done["start_lsn"].to_numpy(), done["end_lsn"].to_numpy()
+        origins = starts[starts == ends]
+        reached = int(origins.max() if len(origins) else starts.min())
+        for position in np.lexsort((ends, starts)):
+            if starts[position] <= reached:
+                reached = max(reached, int(ends[position]))
+        return reached
+
+    def tables(self) -> dict[TableName, TableState]:
+        """Where every table stands that the pipeline has ever met, by name, in the names' order."""
+        return {state.table: state for state in sorted(as_rows.states(self._tables.rows()), key=lambda state: state.table)}
+
+    def record_tables(self, states: Iterable[TableState]) -> None:
+        """Write down where tables stand now, all of them in one commit."""
+        rows = as_rows.state_rows(states, _now())
+        self._tables.append(lambda _: rows)
+
+    def amend_tables(self, decide: Callable[[dict[TableName, TableState]], Iterable[TableState]]) -> None:
+        """Write down what `decide` makes of where the tables stand; it is asked again where another process was faster."""
+        self._tables.append(lambda rows: as_rows.state_rows(decide({state.table: state for state in as_rows.states(rows)}), _now()))
+
+    def chunks(self, table: TableName, generation: str) -> tuple[Chunk, ...]:
+        """The chunks of one snapshot of one table, in their order."""
+        rows = self._chunks.rows().filter((pc.field("table") == str(table)) & (pc.field("generation") == generation))
+        return tuple(sorted(as_rows.chunks(rows), key=lambda chunk: chunk.chunk))
+
+    def record_chunks(self, chunks: Iterable[Chunk]) -> None:
+        """Write chunks down, all of them in one commit; the newest record of a chunk counts."""
+        rows = as_rows.chunk_rows(chunks, _now())
+        self._chunks.append(lambda _: rows)
+
+    def publish(self) -> Publish | None:
+        """The newest publish, None before the first."""
+        newest = self._publishes.rows().sort_by("lsn")
+        return as_rows.publishes(newest.slice(newest.num_rows - 1), self.lake)[0] if newest.num_rows else None
+
+    def publishes(self) -> tuple[Publish, ...]:
+        """All publishes in the order of their LSNs; of several at one LSN the last."""
+        return tuple(as_rows.publishes(self._publishes.rows().sort_by("lsn"), self.lake))
+
+    def record_publish(self, publish: Publish) -> None:
+        """Write a publish down. Raises LakeError where it goes back: in its LSN or, at the newest one's LSN, in a table's version."""
+
+        def decide(rows: pa.Table) -> pa.Table:
+            newest = rows.sort_by("lsn")
+            if newest.num_rows:
+                _require_forward(as_rows.publishes(newest.slice(newest.num_rows - 1), self.lake)[0], publish)
+            return as_rows.publish_rows(publish, self.lake)
+
+        self._publishes.append(decide)
+
+    def forget(self, published_before: datetime, generations: Iterable[tuple[TableName, str]]) -> None:
+        """Drop the publishes made before a time, but the newest, and the chunks of all snapshots but those of `generations`."""
+        kept = {(str(table), generation) for table, generation in generations}
+
+        def living(rows: pa.Table) -> pa.Table:
+            pairs = zip(rows["table"].to_pylist(), rows["generation"].to_pylist(), strict=True)
+            return rows.filter(pa.array([pair in kept for pair in pairs], pa.bool_()))
+
+        def recent(rows: pa.Table) -> pa.Table:
+            return rows.filter(
+                (pc.field("published_at") >= published_before) | (pc.field("lsn") == max(rows["lsn"].to_pylist(), default=0))
+            )
+
+        self._publishes.rewrite(recent)
+        self._chunks.rewrite(living)
+
+    def _as_windows(self, rows: pa.Table) -> list[Window]:
+        """The windows of `rows`; each record is turned into an object once."""
+        numbers = rows[SEQUENCE].to_pylist()
+        fresh = rows.filter(pa.array([number not in self._read for number in numbers], pa.bool_()))
+        self._read.update(zip(fresh[SEQUENCE].to_pylist(), as_rows.windows(fresh, self.lake), strict=True))
+        return [self._read[number] for number in numbers]
+
+    def _accept(self, window: Window, rows: pa.Table) -> pa.Table:
+        """The row that `window` adds to `rows`; none where it is there already."""
+        overlapping = (
+            (pc.field("state") != "pruned")
+            & (pc.field("key") != window.key)
+            & (pc.field("start_lsn") < window.end_lsn)
+            & (pc.field("end_lsn") > window.start_lsn)
+        )
+        others = self._as_windows(rows.filter(overlapping))
+        same = next(iter(self._as_windows(rows.filter(pc.field("key") == window.key))), None)
+        if same is not None:
+            if window.start_lsn == window.end_lsn:
+                return rows.slice(0, 0)  # a slot that begins where the last window ended
+            if (same.start_lsn, same.slot) != (window.start_lsn, window.slot) or (
+                window.state == "prepared" and window.tables != same.tables
+            ):
+                others = [same]
+            elif same.state == window.state or same.state != "prepared":
+                return rows.slice(0, 0)
+        if others:
+            raise LakeError(
+                f"The window from {format_lsn(window.start_lsn)} to {format_lsn(window.end_lsn)} of slot {window.slot} cannot be added to "
+                f"the lake {self.lake.uri}, which has one from {format_lsn(others[0].start_lsn)} to {format_lsn(others[0].end_lsn)}. "
+                f"{_CONFLICT}"
+            )
+        return as_rows.window_rows([window], self.lake, _now())
+
+
+def without_pruned(rows: pa.Table) -> pa.Table:
+    """The window rows that no `pruned` one stands for; the empty ones where slots began stay."""
+    spans = rows.filter(pc.field("state") == "pruned")
+    if spans.num_rows == 0:
+        return rows
+    starts, ends = rows["start_lsn"].to_numpy(), rows["end_lsn"].to_numpy()
+    hidden = np.zeros(rows.num_rows, bool)
+    for start, end in zip(spans["start_lsn"].to_pylist(), spans["end_lsn"].to_pylist(), strict=True):
+        within = (starts >= start) & (ends <= end) & (starts < ends)
+        hidden |= within & ~((starts == start) & (ends == end))
+    return rows.filter(pa.array(~hidden))
+
+
+def require_empty(lake: Lake) -> None:
+    """Raise LakeError where there is no ledger but something else, which a lake must not be mixed with. Hidden entries do not count."""
+    with lake_errors(lake.uri):
+        found = filesystem(lake.uri).get_file_info(pafs.FileSelector("", allow_not_found=True))
+    names = sorted(
+        entry.base_name for entry in found if not entry.base_name.startswith(".") and entry.base_name not in ("_pgwal", "lost+found")
+    )
+    if names:
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        raise LakeError(
+            f"PGWAL_LAKE {lake.uri} is no lake of this pipeline but holds something else ({shown}); give it a place of its own."
+        )
+
+
+def _runs(windows: Sequence[Window], keys: set[str]) -> list[Window]:
+    """`pruned` records for the windows called `keys`: one for each run of windows that follow one another, those pruned before included."""
+    runs: list[list[Window]] = [[]]
+    for window in windows:
+        if window.start_lsn == window.end_lsn:
+            continue
+        pruned = window.state == "pruned" or (window.state == "complete" and window.key in keys)
+        if not pruned or (runs[-1] and runs[-1][-1].end_lsn != window.start_lsn):
+            runs.append([])
+        if pruned:
+            runs[-1].append(window)
+    return [
+        Window(
+            key=run[-1].key,
+            slot=run[-1].slot,
+            start_lsn=run[0].start_lsn,
+            end_lsn=run[-1].end_lsn,
+            state="pruned",
+            transactions=sum(window.transactions for window in run),
+            changes=sum(window.changes for window in run),
+            bytes=sum(window.bytes for window in run),
+        )
+        for run in runs
+        if any(window.state == "complete" for window in run)
+    ]
+
+
+def _require_forward(newest: Publish, publish: Publish) -> None:
+    if publish.lsn < newest.lsn:
+        raise LakeError(
+            f"A publish at {format_lsn(publish.lsn)} cannot follow the one at {format_lsn(newest.lsn)} that the lake has. {_CONFLICT}"
+        )
+    if publish.lsn == newest.lsn:
+        for table, pointer in publish.tables.items():
+            known = newest.tables.get(table)
+            if known is not None and known.version > pointer.version:
+                raise LakeError(
+                    f"Table {table} is published at {format_lsn(publish.lsn)} with version {known.version} of its current already, "
+                    f"and cannot be with {pointer.version}. {_CONFLICT}"
+                )
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

@@ -1,0 +1,166 @@
+"""A small Delta table of rows that are only ever added: of the rows with one key the newest counts.
+
+Every append carries the number of its last row as a Delta transaction, so that appends follow one another strictly whoever makes them: the
+slower of two writers looks again, and whatever it decides is decided on all rows before its own.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from deltalake import DeltaTable
+from deltalake.exceptions import CommitFailedError, DeltaError
+from deltalake.transaction import RemoveAction
+
+from pgwal_pipeline.lake.delta import ATTEMPTS, commit, crowded, ensure_table, lake_errors, open_table
+from pgwal_pipeline.lake.layout import Lake, filesystem
+from pgwal_pipeline.lake.parquet import ParquetFile, add_action, new_file_name
+
+SEQUENCE = "seq"
+"""The column that numbers the rows of a log, from 1 on; later rows have larger numbers."""
+
+_MARKER = "pgwal_ledger"
+_MANY_FILES = 16
+_LARGE_FILE = 1 << 20  # bytes; one that has grown so large is left alone when small ones are joined
+_CONFIGURATION = {
+    "delta.checkpointInterval": "20",  # a reader that starts afresh reads the commits since the last checkpoint one by one
+    "delta.logRetentionDuration": "interval 1 days",
+    "delta.deletedFileRetentionDuration": "interval 1 days",
+    "delta.enableExpiredLogCleanup": "true",
+}
+
+
+class RowLog:
+    """The log at `lake.ledger(name)`, of rows with the columns of `schema`, known by those named `key`. Threads may share one.
+
+    `counting` further reduces the newest rows of all keys to those that count. Reading a log that does not exist gives no rows and makes
+    nothing. Everything raises LakeError where the lake cannot be used.
+    """
+
+    def __init__(
+        self, lake: Lake, name: str, schema: pa.Schema, key: Sequence[str], counting: Callable[[pa.Table], pa.Table] = lambda rows: rows
+    ) -> None:
+        self._lake = lake
+        self._uri = lake.ledger(name)
+        self._folder = lake.relative(self._uri)
+        self._schema = pa.schema([pa.field(SEQUENCE, pa.int64()), *schema])
+        self._key = list(key)
+        self._counting = counting
+        self._lock = threading.RLock()
+        self._table: DeltaTable | None = None
+        self._version = -1
+        self._sizes: dict[str, int] = {}
+        self._files: dict[str, pa.Table] = {}
+        self._counting_rows: pa.Table | None = None
+
+    def rows(self) -> pa.Table:
+        """The rows that count now, oldest first, `seq` in front."""
+        with self._lock, lake_errors(self._uri):
+            self._look()
+            return self._counted()
+
+    def append(self, decide: Callable[[pa.Table], pa.Table]) -> None:
+        """Add the rows that `decide` makes of those that count; it leaves `seq` out. No rows are nothing to do.
+
+        `decide` is called again whenever another writer was faster, so it has seen every row before its own; what it raises is passed on.
+        """
+        with self._lock, lake_errors(self._uri):
+            if self._table is None:
+                self._table = ensure_table(self._lake, self._uri, self._schema, configuration=_CONFIGURATION)
+            for attempt in range(ATTEMPTS):
+                self._look()
+                rows = decide(self._counted())
+                if rows.num_rows == 0:
+                    return
+                last = self._last()
+                numbers = pa.array(range(last + 1, last + 1 + rows.num_rows), pa.int64())
+                if self._commit([], rows.add_column(0, SEQUENCE, numbers), last + rows.num_rows):
+                    self._join_small_files()
+                    return
+                time.sleep(random.uniform(0, min(0.5, 0.005 * 2**attempt)))  # noqa: S311 - two writers must not keep step
+            raise crowded(self._uri)
+
+    def rewrite(self, keep: Callable[[pa.Table], pa.Table]) -> None:
+        """Leave only the rows that `keep` chooses from those that count; the rows that they replaced go too."""
+        with self._lock, lake_errors(self._uri):
+            for _ in range(ATTEMPTS):
+                self._look()
+                if not self._files or self._commit(list(self._files), keep(self._counted()), self._last()):
+                    return
+            raise crowded(self._uri)
+
+    def _look(self) -> None:
+        """Bring what is known of the log up to date."""
+        if self._table is None:
+            self._table = open_table(self._lake, self._uri)
+        else:
+            try:
+                self._table.update_incremental()
+            except DeltaError:  # so old a version that the commits after it are gone
+                self._table = open_table(self._lake, self._uri)
+        self._load()
+
+    def _load(self) -> None:
+        """Read the files of the table's version that are not known yet. Files never change."""
+        version = -1 if self._table is None else self._table.version()
+        if version == self._version:
+            return
+        actions = pa.table({"path": [], "size_bytes": []}) if self._table is None else pa.table(self._table.get_add_actions(flatten=True))
+        self._sizes = dict(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
+        self._files = {name: self._files[name] if name in self._files else self._read(name) for name in self._sizes}
+        self._version = version
+        self._counting_rows = None
+
+    def _read(self, name: str) -> pa.Table:
+        with filesystem(self._lake.uri).open_input_file(f"{self._folder}/{name}") as file:
+            found = pq.read_table(file)
+        columns = [
+            found[field.name] if field.name in found.column_names else pa.nulls(found.num_rows, field.type) for field in self._schema
+        ]
+        return pa.table(columns, self._schema.names).cast(self._schema)
+
+    def _counted(self) -> pa.Table:
+        if self._counting_rows is None:
+            rows = pa.concat_tables(self._files.values()) if self._files else self._schema.empty_table()
+            newest = rows.group_by(self._key).aggregate([(SEQUENCE, "max")])[f"{SEQUENCE}_max"]
+            self._counting_rows = self._counting(_numbered(rows, newest).sort_by(SEQUENCE))
+        return self._counting_rows
+
+    def _last(self) -> int:
+        return (None if self._table is None else self._table.transaction_version(_MARKER)) or 0
+
+    def _join_small_files(self) -> None:
+        """Write the rows of many small files that still count as one file; whoever is faster meanwhile makes it the next one's task."""
+        small = [name for name, size in self._sizes.items() if size < _LARGE_FILE]
+        if len(small) > _MANY_FILES:
+            joined = pa.concat_tables([self._files[name] for name in small])
+            self._commit(small, _numbered(self._counted(), joined[SEQUENCE]), self._last())
+
+    def _commit(self, removed: Sequence[str], rows: pa.Table, last: int) -> bool:
+        """Put a file with `rows` in the place of those `removed`; False, and nothing done, where another writer was faster."""
+        assert self._table is not None
+        name = new_file_name()
+        rows = rows.select(self._schema.names).cast(self._schema)
+        file = ParquetFile(self._lake, f"{self._folder}/{name}", self._schema)
+        file.write(rows)
+        added = add_action(file.close(self._folder), {})
+        now = int(time.time() * 1000)
+        gone = [
+            RemoveAction(path, data_change=True, deletion_timestamp=now, size=self._sizes[path], partition_values={}) for path in removed
+        ]
+        try:
+            commit(self._lake, self._uri, self._table, [*gone, added], marker=_MARKER, number=last)
+        except CommitFailedError:
+            file.discard()
+            return False
+        self._files[name] = rows
+        self._load()
+        return True
+
+
+def _numbered(rows: pa.Table, numbers: pa.ChunkedArray) -> pa.Table:
+    return rows.filter(pa.array(np.isin(rows[SEQUENCE].to_numpy(), numbers.to_numpy())))

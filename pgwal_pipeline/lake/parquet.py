@@ -1,0 +1,195 @@
+"""Parquet files in a lake: written with types that every reader of Delta takes, and on disk when they are done."""
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+from deltalake.transaction import AddAction
+
+from pgwal_pipeline.lake.layout import Lake, filesystem
+from pgwal_pipeline.lake.records import FileWrite
+
+ROW_GROUP_ROWS = 1 << 20
+_MOST_TEXT = 3 << 29  # bytes of text in one array: its offsets have 31 bits
+
+
+def plain_type(arrow: pa.DataType) -> pa.DataType:
+    """`arrow` as Delta has it: no views, large or dictionary types, timestamps in microseconds, zoned ones in UTC."""
+    if pa.types.is_string_view(arrow) or pa.types.is_large_string(arrow):
+        return pa.string()
+    if pa.types.is_binary_view(arrow) or pa.types.is_large_binary(arrow):
+        return pa.binary()
+    if pa.types.is_dictionary(arrow):
+        return plain_type(arrow.value_type)
+    if pa.types.is_timestamp(arrow):
+        return pa.timestamp("us", None if arrow.tz is None else "UTC")
+    if pa.types.is_list(arrow) or pa.types.is_large_list(arrow):
+        return pa.list_(plain_type(arrow.value_type))
+    if pa.types.is_map(arrow):
+        return pa.map_(plain_type(arrow.key_type), plain_type(arrow.item_type))
+    if pa.types.is_struct(arrow):
+        return pa.struct([(field.name, plain_type(field.type)) for field in arrow])
+    return arrow
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """`schema` with every type plain, every column nullable and no metadata."""
+    return pa.schema([pa.field(field.name, plain_type(field.type)) for field in schema])
+
+
+def plain_tables(rows: pa.Table, schema: pa.Schema) -> Iterator[pa.Table]:
+    """`rows` with the types of `schema`, which is their plain one; in several pieces where one column holds more than 1.5 GiB of text.
+
+    Text that was a view into a larger buffer is copied out of it, so that the buffer can go.
+    """
+    if rows.num_rows > 1 and any(_text_bytes(column) > _MOST_TEXT for column in rows.columns):
+        half = rows.num_rows // 2
+        yield from plain_tables(rows.slice(0, half), schema)
+        yield from plain_tables(rows.slice(half), schema)
+    else:
+        yield rows.cast(schema)
+
+
+def _text_bytes(column: pa.ChunkedArray) -> int:
+    if pa.types.is_string_view(column.type) or pa.types.is_binary_view(column.type):
+        return sum(_viewed_bytes(chunk) for chunk in column.chunks)
+    if pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type) or pa.types.is_nested(column.type):
+        return column.nbytes
+    return 0
+
+
+def _viewed_bytes(views: pa.Array) -> int:
+    """The length of all that an array of views shows: each view is 16 bytes and begins with its length. No kernel of Arrow adds these."""
+    lengths = np.frombuffer(views.buffers()[1], dtype="<i4")[4 * views.offset : 4 * (views.offset + len(views)) : 4]
+    return int(lengths.sum(dtype="i8"))
+
+
+class ParquetFile:
+    """One Parquet file being written at `path` from the lake's root; it counts only once a Delta commit names it.
+
+    `write` adds a row group or several, `close` finishes it, `discard` takes it away again. `statistics` are columns of numbers that are
+    never null, whose smallest and largest values go with it. Not for several threads at once.
+    """
+
+    def __init__(self, lake: Lake, path: str, schema: pa.Schema, statistics: Sequence[str] = ()) -> None:
+        self.path = path
+        self.size = 0
+        self.rows = 0
+        self._lake = lake
+        self._fs = filesystem(lake.uri)
+        self._statistics = tuple(statistics)
+        self._limits: dict[str, tuple[int, int]] = {}
+        make_folder(lake, str(PurePosixPath(path).parent))
+        self._stream = self._fs.open_output_stream(path)
+        self._writer = pq.ParquetWriter(
+            self._stream,
+            schema,
+            compression="zstd",
+            compression_level=1,
+            write_statistics=list(self._statistics) or False,  # pyright: ignore[reportArgumentType]
+            store_decimal_as_integer=True,
+            store_schema=False,
+        )
+
+    def write(self, rows: pa.Table) -> None:
+        """Add `rows`, which have the file's schema."""
+        if rows.num_rows == 0:
+            return
+        self._writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
+        self.rows += rows.num_rows
+        self.size = self._stream.tell()
+        for name in self._statistics:
+            numbers = rows[name].to_numpy()
+            least, most = int(numbers.min()), int(numbers.max())
+            before = self._limits.get(name, (least, most))
+            self._limits[name] = (min(least, before[0]), max(most, before[1]))
+
+    def close(self, folder: str) -> FileWrite:
+        """Finish the file and make sure it is on disk; what is returned has its path from `folder`, the Delta table's own."""
+        self._writer.close()
+        self.size = self._stream.tell()
+        self._stream.close()
+        flush(self._lake, [self.path])
+        stats = {
+            "numRecords": self.rows,
+            "minValues": {name: least for name, (least, _) in self._limits.items()},
+            "maxValues": {name: most for name, (_, most) in self._limits.items()},
+            "nullCount": dict.fromkeys(self._limits, 0),
+        }
+        return FileWrite(path=self.path.removeprefix(folder + "/"), size=self.size, rows=self.rows, stats=json.dumps(stats))
+
+    def discard(self) -> None:
+        """Stop writing and remove what there is of the file, as far as that is possible."""
+        try:
+            self._writer.close()
+            self._stream.close()
+            self._fs.delete_file(self.path)
+        except (OSError, pa.ArrowException):
+            return  # vacuum takes what no commit names
+
+
+def new_file_name() -> str:
+    """A name that no other file has."""
+    return f"part-{uuid.uuid4().hex}.zstd.parquet"
+
+
+def make_folder(lake: Lake, path: str) -> None:
+    """Make the folder `path` from the lake's root, and the lake itself, for good; an object store has none to make."""
+    folder = Path(lake.uri) / path
+    if not lake.is_local or folder.is_dir():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    while folder != Path(lake.uri).parent:
+        folder = folder.parent
+        _sync_folder(folder)
+
+
+def flush(lake: Lake, paths: Iterable[str]) -> None:
+    """Make sure that the files at `paths`, from the lake's root, are on disk and their folders name them.
+
+    An object store has done so when it answered. Locally a file that was only written can be lost with the machine's power, and the
+    source forgets what is confirmed.
+    """
+    if not lake.is_local:
+        return
+    files = [Path(lake.uri) / path for path in paths]
+    for file in files:
+        _sync(file)
+    for folder in {file.parent for file in files}:
+        _sync_folder(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(path: Path) -> None:
+    with suppress(OSError):  # not every file system can, nor may every folder above the lake be opened
+        _sync(path)
+
+
+def move(lake: Lake, source: str, target: str) -> None:
+    """Move a file inside the lake; done already when only `target` is there. An object store copies it on its side."""
+    fs = filesystem(lake.uri)
+    there, moved = fs.get_file_info([source, target])
+    if there.type == pafs.FileType.NotFound and moved.type != pafs.FileType.NotFound:
+        return
+    make_folder(lake, str(PurePosixPath(target).parent))
+    fs.move(source, target)
+
+
+def add_action(file: FileWrite, partition: dict[str, str]) -> AddAction:
+    """The action of a Delta commit that makes `file` part of its table."""
+    return AddAction(file.path, file.size, partition, int(time.time() * 1000), True, file.stats)

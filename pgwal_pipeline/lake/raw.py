@@ -1,0 +1,335 @@
+"""Raw: every change of a table, append-only, one partition a window.
+
+A window's Parquet files are written while the stream is read and belong to nothing at first. They count from the moment that the ledger
+names them (`prepared`), and `commit_window` then makes them part of their Delta tables, as often as it takes.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from types import TracebackType
+from typing import Protocol, Self
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+from deltalake import DeltaTable, Schema
+from deltalake.exceptions import CommitFailedError
+
+from pgwal_pipeline import failpoints
+from pgwal_pipeline.errors import LakeError, TableError
+from pgwal_pipeline.lake.delta import ATTEMPTS, Clash, commit, crowded, ensure_table, lake_errors, open_table, side_by_side
+from pgwal_pipeline.lake.layout import Lake, filesystem
+from pgwal_pipeline.lake.parquet import ParquetFile, add_action, move, new_file_name, plain_schema, plain_tables
+from pgwal_pipeline.lake.records import FileWrite, TableWrite
+from pgwal_pipeline.lake.schema import changed_type, check_columns, partitioned_schema, widened
+from pgwal_pipeline.lsn import parse_window_key
+from pgwal_pipeline.relation import Relation, TableName
+
+__all__ = ["PARTITION", "Changes", "FileWrite", "TableWrite", "WindowWriter", "check_columns", "commit_window", "ensure_raw_table"]
+
+PARTITION = "_pgwal_window"
+"""The partition column of raw: the window's key."""
+
+_POSITION = "_pgwal_commit_lsn"
+_MARKER = "pgwal_windows"
+_CONFIGURATION = {
+    "delta.dataSkippingStatsColumns": _POSITION,
+    "delta.deletedFileRetentionDuration": "interval 1 days",
+}
+_COLUMN_COST = 512  # bytes that an Arrow array takes besides what is in it, about
+_LOOSE = 64
+
+
+class Changes(Protocol):
+    """Decoded changes of one table, as `decode.batch.TableChanges` has them."""
+
+    @property
+    def relation(self) -> Relation:
+        """The table as it was when the changes were made."""
+        ...
+
+    @property
+    def rows(self) -> pa.Table:
+        """The source's columns, and those of raw but the partition."""
+        ...
+
+    @property
+    def inserts(self) -> int:
+        """Rows that are inserts."""
+        ...
+
+    @property
+    def updates(self) -> int:
+        """Rows that are updates."""
+        ...
+
+    @property
+    def deletes(self) -> int:
+        """Rows that are deletes."""
+        ...
+
+    @property
+    def truncates(self) -> int:
+        """Rows that are truncations."""
+        ...
+
+    @property
+    def key_changes(self) -> int:
+        """Rows that hold the old key of an update."""
+        ...
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether any row left an unchanged TOAST value out."""
+        ...
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """What a window has of one table: rows that wait, all of one schema, and files that are being written or done."""
+
+    folder: str
+    standing: Future[Schema | None]
+    arrow: pa.Schema
+    schema: Schema
+    write: TableWrite
+    rows: list[pa.Table] = field(default_factory=list)
+    loose: list[pa.Table] = field(default_factory=list)
+    bytes: int = 0
+    files: list[Future[FileWrite]] = field(default_factory=list)
+
+    def take(self) -> list[pa.Table]:
+        """The rows that wait, which wait no longer."""
+        taken = self.rows + self.loose
+        self.rows, self.loose, self.bytes = [], [], 0
+        return taken
+
+
+class WindowWriter:
+    """Writes the changes of one window to Parquet files in the raw tables' folders, which no commit names yet.
+
+    At most about `budget` bytes of rows are held: the largest table's are written out first, while more are taken in. With `key`, which is
+    the window's, files are put into its partition's folder at once; without, `commit_window` moves them there. For one thread; as a
+    context manager it takes its files away again when the block fails. Its methods raise LakeError where the lake cannot be written.
+    """
+
+    def __init__(self, lake: Lake, budget: int, key: str | None = None) -> None:
+        self._lake = lake
+        self._budget = budget
+        self._partition = "" if key is None else f"{PARTITION}={key}/"
+        self._buffers: dict[TableName, _Buffer] = {}
+        self._refused: dict[TableName, TableError] = {}
+        self._waiting = 0
+        self._under_way: dict[Future[FileWrite], int] = {}
+        self._pool = ThreadPoolExecutor(2 if lake.is_local else 8, "pgwal-write")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self.abandon()
+
+    def add(self, changes: Changes) -> None:
+        """Take rows in. Raises TableError where the raw table cannot take them; the window then goes on without that table."""
+        table = changes.relation.table
+        if table in self._refused:
+            raise self._refused[table]
+        try:
+            buffer = self._buffer(changes)
+        except TableError as refusal:
+            self._refuse(table, refusal)
+            raise
+        write = buffer.write
+        buffer.write = replace(
+            write,
+            rows=write.rows + changes.rows.num_rows,
+            inserts=write.inserts + changes.inserts,
+            updates=write.updates + changes.updates,
+            deletes=write.deletes + changes.deletes,
+            truncates=write.truncates + changes.truncates,
+            key_changes=write.key_changes + changes.key_changes,
+            unchanged=write.unchanged or changes.unchanged,
+        )
+        for piece in plain_tables(changes.rows, buffer.arrow):
+            size = piece.nbytes + _COLUMN_COST * piece.num_columns
+            buffer.loose.append(piece)
+            buffer.bytes += size
+            self._waiting += size
+        if len(buffer.loose) >= _LOOSE:
+            buffer.rows.append(pa.concat_tables(buffer.loose).combine_chunks())
+            buffer.loose = []
+        self._make_room()
+
+    def finish(self) -> tuple[TableWrite, ...]:
+        """Write out what waits; the files are on disk then. Returns what each table got, in the names' order.
+
+        Raises TableError for a table whose raw table turns out to have other types; called again it goes on without that table.
+        """
+        for buffer in list(self._buffers.values()):
+            self._flush(buffer)
+        for table, buffer in sorted(self._buffers.items()):
+            try:
+                standing = buffer.standing.result()
+                if standing is not None:
+                    widened(table, standing, buffer.schema)
+            except TableError as refusal:
+                self._refuse(table, refusal)
+                raise
+        writes = tuple(
+            replace(buffer.write, schema_json=buffer.schema.to_json(), files=tuple(file.result() for file in buffer.files))
+            for _, buffer in sorted(self._buffers.items())
+        )
+        self._pool.shutdown()
+        return writes
+
+    def abandon(self) -> None:
+        """Stop, and take away the files that were written."""
+        self._pool.shutdown(cancel_futures=True)
+        for table in list(self._buffers):
+            self._refuse(table, None)
+
+    def _buffer(self, changes: Changes) -> _Buffer:
+        """The table's buffer, ready for rows of the schema that `changes` has."""
+        table = changes.relation.table
+        arrow = plain_schema(changes.rows.schema)
+        buffer = self._buffers.get(table)
+        if buffer is not None and arrow.equals(buffer.arrow):
+            return buffer
+        check_columns(changes.relation)
+        schema = partitioned_schema(arrow, PARTITION)
+        if buffer is not None:
+            schema = widened(table, buffer.schema, schema)
+            self._flush(buffer)
+            buffer.arrow, buffer.schema = arrow, schema
+            return buffer
+        path = self._lake.raw(table)
+        standing = self._pool.submit(_standing_schema, self._lake, path)
+        write = TableWrite(table=str(table), path=path, schema_json="")
+        buffer = self._buffers[table] = _Buffer(self._lake.layer_path("raw", table), standing, arrow, schema, write)
+        return buffer
+
+    def _make_room(self) -> None:
+        """Write the largest tables out: from half of the budget on beside what goes on, and waiting for it once the budget is used up."""
+        while self._waiting > self._budget // 2:
+            self._flush(max(self._buffers.values(), key=lambda buffer: buffer.bytes))
+        while self._waiting + sum(self._under_way.values()) > self._budget and self._under_way:
+            done, _ = wait(self._under_way, return_when=FIRST_COMPLETED)
+            for file in done:
+                del self._under_way[file]
+                file.result()
+
+    def _flush(self, buffer: _Buffer) -> None:
+        """Have one file written with the rows of a table that wait."""
+        if not buffer.bytes:
+            return
+        size, rows = buffer.bytes, buffer.take()
+        self._waiting -= size
+        path = f"{buffer.folder}/{self._partition}{new_file_name()}"
+        file = self._pool.submit(_write_file, self._lake, path, buffer.folder, buffer.arrow, rows)
+        self._under_way[file] = size
+        buffer.files.append(file)
+
+    def _refuse(self, table: TableName, refusal: TableError | None) -> None:
+        """Leave a table out of the window, and take its files away."""
+        if refusal is not None:
+            self._refused[table] = refusal
+        buffer = self._buffers.pop(table, None)
+        if buffer is None:
+            return
+        self._waiting -= buffer.bytes
+        for file in buffer.files:
+            self._under_way.pop(file, None)
+            if not file.cancel() and file.exception() is None:
+                with suppress(OSError, pa.ArrowException):  # vacuum takes what no commit names
+                    filesystem(self._lake.uri).delete_file(f"{buffer.folder}/{file.result().path}")
+
+
+def _standing_schema(lake: Lake, path: str) -> Schema | None:
+    table = open_table(lake, path)
+    return None if table is None else table.schema()
+
+
+def _write_file(lake: Lake, path: str, folder: str, schema: pa.Schema, rows: list[pa.Table]) -> FileWrite:
+    with lake_errors(lake.absolute(path)):
+        file = ParquetFile(lake, path, schema, [_POSITION])
+        try:
+            file.write(pa.concat_tables(rows))
+            rows.clear()
+            return file.close(folder)
+        except BaseException:
+            file.discard()
+            raise
+
+
+def ensure_raw_table(lake: Lake, table: TableName, rows: pa.Schema) -> str:
+    """Make the raw table of `table` where it is missing, with the columns of `rows`, its decoded changes' schema; returns its address.
+
+    Columns that an existing one lacks are added. Raises TableError where it has one with another type.
+    """
+    path = lake.raw(table)
+    try:
+        ensure_table(lake, path, partitioned_schema(plain_schema(rows), PARTITION), partition_by=[PARTITION], configuration=_CONFIGURATION)
+    except Clash as clash:
+        raise changed_type(table, clash) from None
+    return path
+
+
+def commit_window(lake: Lake, key: str, writes: Iterable[TableWrite]) -> None:
+    """Make a window's files part of their raw tables, one commit a table, tables made and widened as they need it.
+
+    What has been committed already is left alone, so this may be done again after a crash, with the writes from the ledger's record, and
+    by two at once. Raises LakeError where a file is gone or the lake cannot be written, ValueError where `key` is no window's.
+    """
+    parse_window_key(key)
+    side_by_side(lambda write: _commit_table(lake, key, write), list(writes), 8 if lake.is_local else 16)
+
+
+def _commit_table(lake: Lake, key: str, write: TableWrite) -> None:
+    failpoints.hit("raw.between_tables")
+    with lake_errors(write.path):
+        try:
+            table = ensure_table(
+                lake, write.path, Schema.from_json(write.schema_json), partition_by=[PARTITION], configuration=_CONFIGURATION
+            )
+        except Clash as clash:
+            raise changed_type(write.table, clash) from None
+        for _ in range(ATTEMPTS):
+            if not write.files or _has_window(table, key):
+                return
+            actions = [add_action(file, {PARTITION: key}) for file in _in_place(lake, key, write)]
+            try:
+                # The marker makes the slower of two that commit the same window look again, and find it there.
+                commit(
+                    lake, write.path, table, actions, partition_by=[PARTITION], marker=_MARKER, number=parse_window_key(key) & (1 << 63) - 1
+                )
+            except CommitFailedError:
+                table.update_incremental()
+            else:
+                return
+        raise crowded(write.path)
+
+
+def _has_window(table: DeltaTable, key: str) -> bool:
+    return bool(table.file_uris(file_pruning_predicate=[(PARTITION, "=", key)]))
+
+
+def _in_place(lake: Lake, key: str, write: TableWrite) -> list[FileWrite]:
+    """The files of a window, each in its partition's folder, where readers look that go by the folders' names."""
+    folder = lake.relative(write.path)
+    files = []
+    for file in write.files:
+        path = f"{PARTITION}={key}/{PurePosixPath(file.path).name}"
+        if path != file.path:
+            move(lake, f"{folder}/{file.path}", f"{folder}/{path}")
+        files.append(replace(file, path=path))
+    found = filesystem(lake.uri).get_file_info([f"{folder}/{file.path}" for file in files])
+    for file, info in zip(files, found, strict=True):
+        if info.type != pafs.FileType.File or info.size != file.size:
+            raise LakeError(
+                f"The file {file.path} of table {write.table} in window {key} is gone from {write.path} before it became part of raw; "
+                f"restore it, or run `pgwal resnapshot '{write.table}'`."
+            )
+    return files

@@ -1,0 +1,167 @@
+"""What the ledger writes down, as plain frozen records.
+
+LSNs are integers, times are aware datetimes in UTC, paths are absolute or full URIs.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from typing import Any, Literal
+
+from pgwal_pipeline.relation import Column, PgType, Relation, TableName
+
+WindowState = Literal["prepared", "complete", "pruned"]
+State = Literal["pending", "snapshotting", "ready", "skipped", "gone", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileWrite:
+    """A Parquet file that is written but that no Delta commit names yet.
+
+    `path` is given from its Delta table's folder, `size` is in bytes, `stats` is what Delta keeps of a file: JSON with its rows, and the
+    smallest and the largest values.
+    """
+
+    path: str
+    size: int
+    rows: int
+    stats: str
+
+
+@dataclass(frozen=True, slots=True)
+class TableWrite:
+    """What a window brings to one raw table: all that is needed to commit it, making or widening the Delta table included.
+
+    `table` is the quoted name, `path` the raw table's address, `schema_json` the Delta schema its files have together. `rows` are those of
+    raw; a key change is two of them, one `K` and one `U`. `unchanged` says whether any row left an unchanged TOAST value out.
+    """
+
+    table: str
+    path: str
+    schema_json: str
+    files: tuple[FileWrite, ...] = ()
+    rows: int = 0
+    inserts: int = 0
+    updates: int = 0
+    deletes: int = 0
+    truncates: int = 0
+    key_changes: int = 0
+    unchanged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The changes of the transactions with `start_lsn <= commit LSN < end_lsn`, drained on one slot.
+
+    `prepared`: the files are durable and named here, the raw tables may lack them still. `complete`: every raw table has them, and `tables`
+    names no files any more. `pruned`: raw has them no longer; one such record may stand for several windows that follow one another. An
+    empty window (`start_lsn == end_lsn`) is where a slot began. `bytes` is what the server sent, `seconds` is by stage, xids have 32 bits.
+    """
+
+    key: str
+    slot: str
+    start_lsn: int
+    end_lsn: int
+    state: WindowState
+    transactions: int = 0
+    changes: int = 0
+    bytes: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    min_xid: int | None = None
+    max_xid: int | None = None
+    tables: tuple[TableWrite, ...] = ()
+    at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableState:
+    """Where one table stands.
+
+    `generation` is the snapshot in force, `reading` the one under way, `published` the one that `current` is built on. The table may be
+    read once every transaction older than `joined_xid` (64 bits) has ended, and published once the frontier has passed `required_lsn`.
+    """
+
+    table: TableName
+    oid: int
+    state: State
+    reason: str | None = None
+    key: tuple[str, ...] = ()
+    relation: Relation | None = None
+    generation: str | None = None
+    reading: str | None = None
+    published: str | None = None
+    joined_xid: int | None = None
+    required_lsn: int | None = None
+    at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One range of a table's key in a snapshot, from `lower` to `upper`: each a key's columns as Postgres's text, None for no bound.
+
+    `attempt` is None until the range has been read; only the snapshot rows of that attempt count. `snapshot` is what
+    `pg_current_snapshot()` said in the reading transaction, `insert_lsn` the WAL's end after it; `bytes` came from the server.
+    """
+
+    table: TableName
+    generation: str
+    chunk: int
+    lower: tuple[str, ...] | None = None
+    upper: tuple[str, ...] | None = None
+    attempt: str | None = None
+    rows: int = 0
+    bytes: int = 0
+    snapshot: str | None = None
+    insert_lsn: int | None = None
+    at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TablePointer:
+    """A version of a Delta table."""
+
+    path: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """The LSN at which all of `current` stands, with the Delta version of each table."""
+
+    lsn: int
+    published_at: datetime
+    tables: Mapping[TableName, TablePointer] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The database that a lake is built from, and by which publication and slot."""
+
+    system_identifier: int
+    timeline: int
+    database_oid: int
+    database: str
+    publication: str
+    slot: str
+
+
+def relation_to_json(relation: Relation) -> str:
+    """`relation` as JSON text that `relation_from_json` reads back equal."""
+    return json.dumps(asdict(relation), ensure_ascii=False)
+
+
+def relation_from_json(text: str) -> Relation:
+    """The relation that `relation_to_json` wrote, with the defaults for fields it did not know yet and without those it knew alone."""
+    found = json.loads(text)
+    columns = tuple(Column(**_known(Column, column, type=_type_from(column["type"]))) for column in found["columns"])
+    return Relation(**_known(Relation, found, table=TableName(**found["table"]), columns=columns, key=tuple(found["key"])))
+
+
+def _type_from(found: Mapping[str, Any]) -> PgType:
+    element = found.get("element")
+    return PgType(**_known(PgType, found, element=None if element is None else _type_from(element)))
+
+
+def _known(record: type, found: Mapping[str, Any], **changed: Any) -> dict[str, Any]:
+    return {name.name: found[name.name] for name in fields(record) if name.name in found} | changed
