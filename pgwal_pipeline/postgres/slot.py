@@ -1,0 +1,306 @@
+"""The replication slot: made, looked at, moved, dropped, and held by one drain at a time."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+
+import psycopg
+from psycopg import errors
+from psycopg.pq.abc import PGconn, PGresult
+
+from pgwal_pipeline.errors import BlockedByTransaction, PgwalError, SlotBusy
+from pgwal_pipeline.lsn import format_lsn, parse_lsn
+from pgwal_pipeline.postgres import blockers
+from pgwal_pipeline.postgres.command import result_of, run
+from pgwal_pipeline.postgres.dsn import connect, replication_connection, translate
+from pgwal_pipeline.postgres.slot_state import (
+    PLUGIN,
+    SESSION_OF,
+    Connection,
+    SlotState,
+    busy,
+    describe_session,
+    existing,
+    explain,
+    first_row,
+    inspect,
+    lag,
+    refusal,
+    require_usable,
+)
+
+__all__ = [
+    "SlotState",
+    "advance",
+    "copy",
+    "create",
+    "create_with_snapshot",
+    "drop",
+    "exclusive",
+    "explain",
+    "force_flush",
+    "inspect",
+    "lag",
+    "ours",
+    "require_usable",
+]
+
+_WARN_AFTER = 5.0  # seconds of waiting before those who are waited for are named
+_LOOK_EVERY = 1.0  # seconds between two looks at them
+_CANCEL_TIMEOUT = 10.0  # seconds for a cancelled command to end
+
+
+def ours(conn: Connection, name: str) -> tuple[str, ...]:
+    """The slots of this database that belong to the pipeline with slot `name`: itself, and those of its catch-up windows (`NAME_w_…`)."""
+    try:
+        rows = conn.execute(
+            "SELECT slot_name::text FROM pg_catalog.pg_replication_slots WHERE database = pg_catalog.current_database() "
+            "AND plugin = %(plugin)s AND (slot_name = %(name)s OR pg_catalog.starts_with(slot_name::text, %(prefix)s)) ORDER BY 1",
+            {"plugin": PLUGIN, "name": name, "prefix": f"{name}_w_"},
+        ).fetchall()
+    except psycopg.Error as error:
+        raise translate(error, f"looking for the slots of {name}") from error
+    return tuple(row[0] for row in rows)
+
+
+def create(dsn: str, name: str, *, blocked_timeout: float, warn: Callable[[str], None]) -> SlotState:
+    """Make the slot, for pgoutput; on a primary of 17 or newer one that is kept through a failover.
+
+    The server makes it only when every transaction that was open has ended. Those it waits for are named through `warn` after 5 s; past
+    `blocked_timeout` seconds BlockedByTransaction is raised and no slot is left. Raises SourceRefused with what to change: wal_level,
+    max_replication_slots, the role's REPLICATION, a slot of this name that is there already.
+    """
+    with closing(connect(dsn)) as making, closing(connect(dsn)) as watching:
+        if inspect(watching, name) is not None:
+            raise refusal(watching, name, errors.DuplicateObject())
+        try:
+            failover = watching.info.server_version >= 170000 and not _in_recovery(watching)
+            # Should this process die, the server is to give up by itself.
+            with suppress(psycopg.Error):
+                making.execute("SET client_connection_check_interval = '2s'")
+            making.execute(f"SET statement_timeout = {int((blocked_timeout + 2 * _CANCEL_TIMEOUT) * 1000)}".encode())
+            command = (
+                f"SELECT pg_catalog.pg_create_logical_replication_slot('{name}', '{PLUGIN}', false, false{', true' if failover else ''})"
+            )
+            _make(making.pgconn, command, watching, name, blocked_timeout, warn)
+        except psycopg.Error as error:
+            raise refusal(watching, name, error) from error
+        except BaseException:
+            with suppress(PgwalError):
+                drop(watching, name)
+            raise
+        return existing(watching, name)
+
+
+@contextmanager
+def create_with_snapshot(
+    dsn: str, name: str, *, blocked_timeout: float = 600.0, warn: Callable[[str], None] = lambda _: None
+) -> Iterator[tuple[int, str]]:
+    """A temporary slot with its exported snapshot: `(consistent_lsn, snapshot_name)`, both good inside the `with` only.
+
+    The snapshot sees just the transactions with a commit LSN below `consistent_lsn`. Waits and raises as `create` does.
+    """
+    with closing(connect(dsn)) as watching:
+        walsender = replication_connection(dsn)
+        try:
+            export = "(SNAPSHOT 'export')" if watching.info.server_version >= 150000 else "EXPORT_SNAPSHOT"
+            try:
+                command = f'CREATE_REPLICATION_SLOT "{name}" TEMPORARY LOGICAL {PLUGIN} {export}'
+                result = _make(walsender, command, watching, name, blocked_timeout, warn)
+            except psycopg.Error as error:
+                raise refusal(watching, name, error) from error
+            consistent, exported = result.get_value(0, 1), result.get_value(0, 2)
+            assert consistent is not None
+            assert exported is not None
+            yield parse_lsn(consistent.decode()), exported.decode()
+        finally:
+            walsender.finish()
+
+
+def drop(conn: Connection, name: str, *, timeout: float = 10.0) -> bool:
+    """Drop the slot; whether there was one. A reader that is just ending is waited for, `timeout` seconds at most. Raises SlotBusy."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            conn.execute("SELECT pg_catalog.pg_drop_replication_slot(%s)", [name])
+        except errors.UndefinedObject:
+            return False
+        except errors.ObjectInUse as error:
+            if time.monotonic() > deadline:
+                raise busy(conn, name) from error
+            time.sleep(0.05)
+        except psycopg.Error as error:
+            raise translate(error, f"dropping slot {name}") from error
+        else:
+            return True
+
+
+def copy(conn: Connection, name: str, target: str) -> SlotState:
+    """Make the slot `target`, standing where `name` stands.
+
+    Raises SlotLost where `name` is gone or lost, SourceRefused as `create` does.
+    """
+    require_usable(existing(conn, name), conn.info.dbname)
+    try:
+        conn.execute("SELECT pg_catalog.pg_copy_logical_replication_slot(%s, %s)", [name, target])
+    except psycopg.Error as error:
+        raise refusal(conn, target, error) from error
+    return existing(conn, target)
+
+
+def advance(conn: Connection, name: str, lsn: int) -> int:
+    """Move the slot to `lsn` without reading what lies between, or to the end of the WAL where that comes first; where it stands then.
+
+    A slot that stands there or beyond stays. Takes the server's time for going through that WAL. Raises SlotBusy, SlotLost.
+    """
+    state = existing(conn, name)
+    require_usable(state, conn.info.dbname)
+    if lsn <= state.confirmed_flush_lsn:
+        return state.confirmed_flush_lsn
+    try:
+        conn.execute("SELECT pg_catalog.pg_replication_slot_advance(%s, %s::pg_lsn)", [name, format_lsn(lsn)])
+    except psycopg.Error as error:
+        raise refusal(conn, name, error) from error
+    return existing(conn, name).confirmed_flush_lsn
+
+
+def force_flush(conn: Connection) -> bool:
+    """Have the server flush its WAL up to now, which an idle one may put off, by a small commit that no table sees.
+
+    False where it cannot be done: on a standby, or where the role may not call pg_logical_emit_message. `conn` must be outside of a
+    transaction. Raises SourceUnavailable.
+    """
+    try:
+        if _in_recovery(conn):
+            return False
+        with conn.transaction():
+            # Flushed here whatever the role's default, without waiting for a standby.
+            conn.execute("SET LOCAL synchronous_commit = local")
+            conn.execute("SELECT pg_catalog.pg_logical_emit_message(true, 'pgwal', '')")
+    except errors.InsufficientPrivilege:
+        return False
+    except psycopg.Error as error:
+        raise translate(error, "forcing a flush of the WAL") from error
+    return True
+
+
+@contextmanager
+def exclusive(dsn: str, slot_name: str, timeout: float) -> Iterator[None]:
+    """Be the only one who works on `slot_name` on this source, any process on any machine counted.
+
+    What guards it is an advisory lock of a connection of its own: it is free as soon as its holder ends, however that ends. Waits up to
+    `timeout` seconds for another holder, and for a reader of the slot to go. Raises SlotBusy naming who it is.
+    """
+    deadline = time.monotonic() + timeout
+    with closing(connect(dsn)) as conn:
+        _let_go_when_unreachable(conn)
+        locked, pause = False, 0.02
+        while True:
+            if not locked:
+                row = first_row(conn, f"locking slot {slot_name}", "SELECT pg_catalog.pg_try_advisory_lock(%s)", _lock_key(slot_name))
+                locked = row is not None and bool(row[0])
+            if locked:
+                state = inspect(conn, slot_name)
+                if state is None or not state.active:
+                    break
+            if time.monotonic() >= deadline:
+                raise busy(conn, slot_name) if locked else _locked(conn, slot_name, timeout)
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(0.5, pause * 2)
+        yield
+
+
+def _in_recovery(conn: Connection) -> bool:
+    row = conn.execute("SELECT pg_catalog.pg_is_in_recovery()").fetchone()
+    return row is not None and bool(row[0])
+
+
+def _make(pgconn: PGconn, command: str, watching: Connection, name: str, timeout: float, warn: Callable[[str], None]) -> PGresult:
+    """Run what makes a slot; when the wait ends otherwise than by the server's answer, the command is cancelled there first."""
+    watch = _Watch(watching, pgconn.backend_pid, name, timeout, warn)
+    try:
+        return run(pgconn, command, on_wait=watch)
+    except psycopg.Error:
+        raise
+    except BaseException:
+        _cancel(pgconn, watching)
+        raise
+
+
+def _cancel(pgconn: PGconn, watching: Connection) -> None:
+    deadline = time.monotonic() + _CANCEL_TIMEOUT
+
+    def insist() -> None:
+        if time.monotonic() > deadline:
+            watching.execute("SELECT pg_catalog.pg_terminate_backend(%s)", [pgconn.backend_pid])
+
+    # The command may still succeed at the last moment; the caller looks for the slot.
+    with suppress(psycopg.Error, PgwalError):
+        watching.execute("SELECT pg_catalog.pg_cancel_backend(%s)", [pgconn.backend_pid])
+        result_of(pgconn, on_wait=insist)
+
+
+class _Watch:
+    """Called while a slot is being made: names whom the server waits for, and gives up in time."""
+
+    def __init__(self, conn: Connection, pid: int, name: str, timeout: float, warn: Callable[[str], None]) -> None:
+        self._conn = conn
+        self._pid = pid
+        self._name = name
+        self._timeout = timeout
+        self._warn = warn
+        self._started = time.monotonic()
+        self._looked = self._started + _WARN_AFTER - _LOOK_EVERY
+        self._named = ""
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._started >= self._timeout:
+            raise BlockedByTransaction(
+                f"Slot {self._name} could not be made within {blockers.duration(self._timeout)} (PGWAL_BLOCKED_TIMEOUT), as the source "
+                f"waits for {self._whom()[0]}. End that (SELECT pg_terminate_backend(PID), or ROLLBACK PREPARED), or raise the setting."
+            )
+        if now - self._looked >= _LOOK_EVERY:
+            self._looked = now
+            text, who = self._whom()
+            if who != self._named:
+                self._named = who
+                self._warn(f"Making slot {self._name} waits for {text}.")
+
+    def _whom(self) -> tuple[str, str]:
+        """Those the server waits for, in words, and what tells them from others."""
+        found = blockers.blocking(self._conn, self._pid)
+        if not found and _in_recovery(self._conn):
+            text = "the primary's next record of its running transactions (SELECT pg_log_standby_snapshot() on the primary writes one)"
+            return text, text
+        return blockers.describe(found), " ".join(str(blocker.pid or blocker.gid) for blocker in found)
+
+
+def _let_go_when_unreachable(conn: Connection) -> None:
+    """Have the server notice within a minute that this machine is gone, so that the lock does not outlive it."""
+    for setting in ("tcp_keepalives_idle = 20", "tcp_keepalives_interval = 10", "tcp_keepalives_count = 3"):
+        with suppress(psycopg.Error):
+            conn.execute(f"SET {setting}".encode())
+
+
+def _lock_key(slot_name: str) -> int:
+    digest = hashlib.sha256(f"pgwal_pipeline slot {slot_name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+def _locked(conn: Connection, slot_name: str, timeout: float) -> SlotBusy:
+    key = _lock_key(slot_name) & 0xFFFFFFFFFFFFFFFF
+    row = first_row(
+        conn,
+        f"asking who holds slot {slot_name}",
+        f"{SESSION_OF} (SELECT l.pid FROM pg_catalog.pg_locks l WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 "
+        "AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database()) "
+        "AND l.classid::int8 = %s AND l.objid::int8 = %s LIMIT 1)",
+        key >> 32,
+        key & 0xFFFFFFFF,
+    )
+    return SlotBusy(
+        f"Slot {slot_name} is held by another run ({describe_session(row)}), which did not let go within {blockers.duration(timeout)} "
+        f"(PGWAL_BUSY_TIMEOUT): wait for it to end, or end it."
+    )

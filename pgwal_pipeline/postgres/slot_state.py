@@ -1,0 +1,220 @@
+"""What the server shows of a replication slot, and what to say when a slot is not as it must be."""
+
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+from psycopg import errors
+
+from pgwal_pipeline.errors import PgwalError, SlotBusy, SlotLost, SourceRefused
+from pgwal_pipeline.postgres.dsn import connect, translate
+from pgwal_pipeline.relation import quote_ident
+
+Connection = psycopg.Connection[Any]
+
+PLUGIN = "pgoutput"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """A replication slot as the server shows it; LSNs are 0 where it shows none.
+
+    `lag_bytes`: the flushed WAL that is not confirmed. `wal_status`: reserved, extended, unreserved or lost. `safe_wal_size`: bytes that
+    may yet be written before the slot is in danger of being lost, None where nothing limits them. `plugin` and `database` are empty for a
+    physical slot. `invalidation_reason`: why the server gave the slot up, None while it did not. `inactive_since`: from 17 on, and while
+    nobody reads it.
+    """
+
+    name: str
+    active: bool
+    active_pid: int | None
+    confirmed_flush_lsn: int
+    restart_lsn: int
+    lag_bytes: int
+    wal_status: str
+    safe_wal_size: int | None
+    plugin: str
+    database: str
+    invalidation_reason: str | None
+    inactive_since: datetime | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the server has given the slot up: it can never be read again."""
+        return self.wal_status == "lost" or self.invalidation_reason is not None
+
+
+_INVALIDATION = {
+    "wal_removed": "the WAL it needs was removed, past max_slot_wal_keep_size",
+    "rows_removed": "rows of the catalog that it needs were removed",
+    "wal_level_insufficient": "wal_level was lowered on the primary",
+    "idle_timeout": "nobody read it for longer than idle_replication_slot_timeout",
+    "conflict": "it stood in the way of the standby's recovery",
+}
+_END_OF_WAL = (
+    "CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn() ELSE pg_catalog.pg_current_wal_flush_lsn() END"
+)
+
+
+def inspect(conn: Connection, name: str) -> SlotState | None:
+    """The slot `name`, whichever database or plugin it belongs to; None when there is none. Raises SourceUnavailable, SourceRefused."""
+    version = conn.info.server_version
+    if version >= 170000:
+        reason, since = "s.invalidation_reason", "s.inactive_since"
+    else:
+        conflict = "WHEN s.conflicting THEN 'conflict' " if version >= 160000 else ""
+        reason, since = f"CASE WHEN s.wal_status = 'lost' THEN 'wal_removed' {conflict}END", "NULL::timestamptz"
+    row = first_row(
+        conn,
+        f"looking at slot {name}",
+        f"""SELECT s.slot_name::text, s.active, s.active_pid, {_bytes("s.confirmed_flush_lsn")}, {_bytes("s.restart_lsn")},
+            greatest(0, {_bytes(_END_OF_WAL)} - {_bytes("s.confirmed_flush_lsn")}), coalesce(s.wal_status, ''), s.safe_wal_size,
+            coalesce(s.plugin::text, ''), coalesce(s.database::text, ''), {reason}, {since}
+            FROM pg_catalog.pg_replication_slots s WHERE s.slot_name = %s""",
+        name,
+    )
+    return None if row is None else SlotState(*row)
+
+
+def existing(conn: Connection, name: str) -> SlotState:
+    """The slot `name`. Raises SlotLost where there is none."""
+    state = inspect(conn, name)
+    if state is None:
+        raise _gone(name)
+    return state
+
+
+def lag(conn: Connection, name: str) -> int:
+    """Bytes of flushed WAL that the slot has not confirmed. Raises SlotLost where there is no such slot."""
+    return existing(conn, name).lag_bytes
+
+
+def require_usable(state: SlotState, database: str) -> None:
+    """Raises SlotLost for a slot that the server has given up, SourceRefused for one that is not pgoutput's on `database`."""
+    if state.lost:
+        why = _INVALIDATION.get(state.invalidation_reason or "", state.invalidation_reason or "it needs WAL that is gone")
+        raise SlotLost(
+            f"Slot {state.name} is lost: {why}. Run `pgwal resnapshot --all` to make it anew and read every table again, and see that "
+            f"the source keeps more WAL (max_slot_wal_keep_size) or is drained more often."
+        )
+    if state.plugin == "":
+        raise SourceRefused(f"Slot {state.name} is a physical slot, such as a standby's; set PGWAL_SLOT to another name.")
+    if state.database != database:
+        raise SourceRefused(
+            f"Slot {state.name} belongs to database {state.database}, not to {database}: set PGWAL_SLOT to another name, or "
+            f"PGWAL_SOURCE_DSN to that database."
+        )
+    if state.plugin != PLUGIN:
+        raise SourceRefused(
+            f"Slot {state.name} is made for the plugin {state.plugin}, not {PLUGIN}: somebody else uses it; set PGWAL_SLOT to another name."
+        )
+
+
+def refusal(conn: Connection, name: str, error: psycopg.Error) -> PgwalError:
+    """What to raise where the server would not make or read the slot, with what to change.
+
+    The slot and the settings are looked at, for the server may word its refusal in any language.
+    """
+    if _connection_trouble(error):
+        return translate(error, f"working on slot {name}")
+    state = inspect(conn, name)
+    if state is not None:
+        try:
+            require_usable(state, conn.info.dbname)
+        except PgwalError as found:
+            return found
+    if isinstance(error, errors.ObjectInUse):
+        return busy(conn, name)
+    row = first_row(
+        conn,
+        f"looking at why slot {name} was refused",
+        "SELECT current_setting('wal_level'), current_setting('max_replication_slots'), current_user::text, "
+        "(SELECT string_agg(slot_name, ', ' ORDER BY slot_name) FROM pg_catalog.pg_replication_slots WHERE NOT active)",
+    )
+    assert row is not None
+    wal_level, limit, role, idle = row
+    if isinstance(error, errors.ObjectNotInPrerequisiteState) and wal_level != "logical":
+        return SourceRefused(
+            f"Slot {name} needs wal_level = logical on the source, which has {wal_level}: run ALTER SYSTEM SET wal_level = 'logical' and "
+            f"restart it."
+        )
+    if isinstance(error, errors.ConfigurationLimitExceeded):
+        unused = f", or drop one that nobody reads ({idle})" if idle else ""
+        return SourceRefused(
+            f"Slot {name} finds no room: all {limit} replication slots of the source are taken; raise max_replication_slots and restart "
+            f"it{unused}."
+        )
+    if isinstance(error, errors.InsufficientPrivilege):
+        return SourceRefused(
+            f"Slot {name} needs a role that may replicate: run ALTER ROLE {quote_ident(role)} REPLICATION "
+            f"(on a managed service grant its replication role instead)."
+        )
+    if isinstance(error, errors.DuplicateObject):
+        return SourceRefused(f"Slot {name} exists already; drop it with `pgwal drop`, or set PGWAL_SLOT to another name.")
+    return translate(error, f"working on slot {name}")
+
+
+def explain(dsn: str, name: str, error: psycopg.Error) -> PgwalError:
+    """As `refusal`, for a slot that must be there and could not be read; looks at it on a connection of its own."""
+    if _connection_trouble(error):
+        return translate(error, f"starting to read slot {name}")
+    try:
+        with closing(connect(dsn)) as conn:
+            existing(conn, name)
+            return refusal(conn, name, error)
+    except PgwalError as found:
+        return found
+
+
+def busy(conn: Connection, name: str) -> SlotBusy:
+    """What to raise when another session reads the slot; says which."""
+    row = first_row(
+        conn,
+        f"asking who reads slot {name}",
+        f"{SESSION_OF} (SELECT s.active_pid FROM pg_catalog.pg_replication_slots s WHERE s.slot_name = %s)",
+        name,
+    )
+    return SlotBusy(
+        f"Slot {name} is read by {describe_session(row)}: wait for that reader to end, or end it with SELECT pg_terminate_backend(PID); "
+        f"if it is not ours, set PGWAL_SLOT to another name."
+    )
+
+
+SESSION_OF = """SELECT a.pid, nullif(a.application_name, ''), a.usename::text, a.client_addr::text, a.backend_start
+FROM pg_catalog.pg_stat_activity a WHERE a.pid = """
+"""The start of a query for `describe_session`; a pid must follow."""
+
+
+def describe_session(row: tuple[Any, ...] | None) -> str:
+    """A session for a message: pid, application, user, where from, since when."""
+    if row is None:
+        return "a session that has just ended"
+    pid, application, user, host, since = row
+    parts = [f"pid {pid}", application, f"user {user}", f"from {host}" if host else None]
+    began = "" if since is None else f" since {since.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return ", ".join(filter(None, parts)) + began
+
+
+def first_row(conn: Connection, doing: str, statement: str, *params: Any) -> tuple[Any, ...] | None:
+    """Run one statement; its first row. Raises what `translate` makes of an error, `doing` what it says."""
+    try:
+        return conn.execute(statement.encode(), params).fetchone()
+    except psycopg.Error as error:
+        raise translate(error, doing) from error
+
+
+def _connection_trouble(error: psycopg.Error) -> bool:
+    return error.sqlstate is None or (error.sqlstate[:2] in ("08", "53", "57") and not isinstance(error, errors.ConfigurationLimitExceeded))
+
+
+def _bytes(lsn: str) -> str:
+    return f"coalesce(({lsn}) - '0/0'::pg_lsn, 0)::int8"
+
+
+def _gone(name: str) -> SlotLost:
+    return SlotLost(
+        f"Slot {name} is not on the source: it was dropped, or never made. Run `pgwal resnapshot --all` to make it and read every table "
+        f"again."
+    )
