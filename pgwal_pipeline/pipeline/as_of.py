@@ -1,5 +1,6 @@
 """Finding a publish by position or time."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,7 +30,7 @@ def find_publish(settings: Settings, when: str = "latest") -> dict[str, Any]:
     return answer
 
 
-def _newest(publishes: list[Publish], when: str) -> Publish | None:
+def _newest(publishes: Sequence[Publish], when: str) -> Publish | None:
     if when == "latest":
         return publishes[-1]
     try:

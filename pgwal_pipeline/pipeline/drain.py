@@ -103,7 +103,7 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
     )
 
 
-def recover(lake: Lake, ledger: Ledger) -> list[Window]:
+def recover(lake: Lake, ledger: Ledger) -> tuple[Window, ...]:
     """Complete the windows that were prepared when a process died: their files are durable, so they are named in raw and done."""
     windows = ledger.prepared()
     for window in windows:

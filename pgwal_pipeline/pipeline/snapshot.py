@@ -6,25 +6,27 @@ publish applies an event on top of a chunk's row only if the event's transaction
 
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
 import psycopg
+import pyarrow as pa
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.decode.batch import decode_copy
 from pgwal_pipeline.errors import SourceRefused
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, TableState
 from pgwal_pipeline.lake.snapshots import SnapshotWriter
 from pgwal_pipeline.pipeline.drain import bootstrap
 from pgwal_pipeline.pipeline.reports import SnapshotReport
+from pgwal_pipeline.pipeline.table_rows import TableRows
 from pgwal_pipeline.postgres import catalog, copy, slot
+from pgwal_pipeline.postgres.catalog import PublishedTable
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.progress import Progress
-from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
 
 _PENDING = ("pending", "snapshotting")
@@ -49,12 +51,10 @@ def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *,
             bootstrap(settings, progress=progress)
             states = ledger.tables()
         todo = [states[table] for table in needed(settings)] if tables is None else [_begin_anew(states, table) for table in tables]
-        relations = {relation.table: relation for relation in catalog.tables_of(conn, settings.publication)}
-        reports = []
-        for state in todo:
-            relation = relations.get(state.table)
-            if relation is not None:
-                reports.append(_read_table(settings, conn, ledger, replace(state, relation=relation, key=relation.key), progress))
+        published = {table.relation.table: table for table in catalog.published_tables(conn, settings.publication)}
+        reports = [
+            _read_table(settings, conn, ledger, state, published[state.table], progress) for state in todo if state.table in published
+        ]
         if reports:
             slot.force_flush(conn)
     return tuple(reports)
@@ -68,9 +68,11 @@ def _begin_anew(states: dict[TableName, TableState], table: TableName) -> TableS
     return replace(state, reading=None)
 
 
-def _read_table(settings: Settings, conn: psycopg.Connection[Any], ledger: Ledger, state: TableState, progress: Progress) -> SnapshotReport:
-    relation = state.relation
-    assert relation is not None
+def _read_table(
+    settings: Settings, conn: psycopg.Connection[Any], ledger: Ledger, state: TableState, published: PublishedTable, progress: Progress
+) -> SnapshotReport:
+    relation = published.relation
+    state = replace(state, relation=relation, key=relation.key)
     if state.joined_xid is not None:
         copy.wait_for_transactions(conn, state.joined_xid, settings.blocked_timeout, progress.warn)
     started = time.time()
@@ -88,7 +90,7 @@ def _read_table(settings: Settings, conn: psycopg.Connection[Any], ledger: Ledge
     ledger.record_tables([state])
     assert state.reading is not None
     chunks = ledger.chunks(state.table, state.reading)
-    reader = _ChunkReader(settings, ledger, relation, state.reading, SnapshotWriter(Lake(settings.lake), relation, state.reading))
+    reader = _ChunkReader(settings, ledger, published, SnapshotWriter(Lake(settings.lake), relation, state.reading))
     done = [chunk for chunk in chunks if chunk.attempt is not None]
     with ThreadPoolExecutor(settings.snapshot_workers, "pgwal-chunk") as pool:
         pending = [pool.submit(reader.read, chunk) for chunk in chunks if chunk.attempt is None]
@@ -122,20 +124,23 @@ def _whole(known: TableState, state: TableState, required_lsn: int) -> TableStat
 class _ChunkReader:
     settings: Settings
     ledger: Ledger
-    relation: Relation
-    generation: str
+    published: PublishedTable
     writer: SnapshotWriter
 
     def read(self, chunk: Chunk) -> Chunk:
         """Read one range in a transaction of its own and record it; rows of an attempt that is not recorded count for nothing."""
         attempt = uuid.uuid4().hex
-        blocks: list[bytes] = []
-        read = copy.read_chunk(
-            self.settings.dsn, self.relation, copy.ChunkBounds(chunk.lower, chunk.upper), lambda block: blocks.append(bytes(block))
-        )
-        failpoints.hit("snapshot.between_read_and_write")
-        self.writer.write(attempt, [decode_copy(blocks, self.relation)])
+        bounds = copy.ChunkBounds(chunk.lower, chunk.upper)
+        rows = TableRows(self.settings.dsn, self.published.relation, bounds, row_filter=self.published.row_filter)
+        written = self.writer.write(attempt, _after_read(rows))
         failpoints.hit("snapshot.before_chunk_record")
-        finished = replace(chunk, attempt=attempt, rows=read.rows, bytes=read.bytes, snapshot=read.snapshot, insert_lsn=read.insert_lsn)
+        read = rows.read
+        assert read is not None
+        finished = replace(chunk, attempt=attempt, rows=written.rows, bytes=read.bytes, snapshot=read.snapshot, insert_lsn=read.insert_lsn)
         self.ledger.record_chunks([finished])
         return finished
+
+
+def _after_read(rows: TableRows) -> Iterator[pa.Table]:
+    yield from rows
+    failpoints.hit("snapshot.between_read_and_write")

@@ -101,8 +101,9 @@ def make_pipeline(source: Source, tmp_path: Path) -> Callable[..., Pipeline]:
 
     def make(**overrides: Any) -> Pipeline:
         name = f"t_{uuid.uuid4().hex[:10]}"
-        values = {"slot": name, "publication": name, "lake": str(tmp_path / "lake"), "busy_timeout": 20, "blocked_timeout": 20}
-        settings = Settings.from_environment({}, source_dsn=source.dsn, **(values | overrides))
+        values = {"source_dsn": source.dsn, "slot": name, "publication": name, "lake": str(tmp_path / "lake")}
+        values |= {"busy_timeout": 20, "blocked_timeout": 20}
+        settings = Settings.from_environment({}, **(values | overrides))
 
         def no_spark() -> Any:
             raise AssertionError("this test has no Spark")

@@ -122,11 +122,11 @@ def test_any_number_of_tables_costs_one_walsender_and_one_decoding(
                 source.sql(f"CREATE TABLE {schema}.t{table} (id int PRIMARY KEY, v text)")
             pipeline = make_pipeline(source_dsn=source.dsn, tables=f"{schema}.*", lake=str(tmp_path / schema))
             drains.bootstrap(pipeline.settings, progress=Silent())
-            logged = server.log.read_text().count("START_REPLICATION")
+            logged = server.log_file.read_text().count("command: START_REPLICATION")
             for table in range(number):
                 source.sql(f"INSERT INTO {schema}.t{table} SELECT i, repeat('v', 50) FROM generate_series(1, {20000 // number}) i")
             assert pipeline.drain().changes == 20000
-            assert server.log.read_text().count("START_REPLICATION") - logged == 1
+            assert server.log_file.read_text().count("command: START_REPLICATION") - logged == 1
             source.sql("SELECT pg_stat_force_next_flush()")
             totals[number] = source.value("SELECT total_bytes FROM pg_stat_replication_slots WHERE slot_name = %s", pipeline.settings.slot)
             with source.connect() as conn:

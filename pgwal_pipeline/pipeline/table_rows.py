@@ -1,0 +1,84 @@
+"""The rows of a table as Arrow, a piece at a time: one thread reads and decodes while the caller writes."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from pgwal_pipeline.decode.batch import decode_copy
+from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, read_chunk
+from pgwal_pipeline.relation import Relation
+
+_PIECE_BYTES = 8 << 20  # of COPY's output, decoded at once
+_AHEAD = 2  # pieces that may wait for the writer
+
+
+class _Abandoned(Exception):  # noqa: N818 - ends the reader's thread, never seen outside
+    """The writer takes no more."""
+
+
+@dataclass
+class TableRows:
+    """A range of a table's rows, read once: iterate over the pieces (`copy_schema` of the decoder), then ask `read` what the read was of.
+
+    At most about four pieces are in memory at once. Iterating raises what reading and decoding raise.
+    """
+
+    dsn: str
+    relation: Relation
+    bounds: ChunkBounds
+    row_filter: str | None = None
+    exported_snapshot: str | None = None
+    read: ChunkRead | None = None
+    _pieces: "queue.Queue[pa.Table | BaseException | None]" = field(default_factory=lambda: queue.Queue(_AHEAD))
+    _abandoned: threading.Event = field(default_factory=threading.Event)
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        reader = threading.Thread(target=self._run, name="pgwal-copy", daemon=True)
+        reader.start()
+        try:
+            while (piece := self._pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            self._abandoned.set()
+            reader.join()
+
+    def _run(self) -> None:
+        blocks: list[bytes] = []
+
+        def on_block(block: bytes) -> None:
+            blocks.append(block)
+            if sum(map(len, blocks)) >= _PIECE_BYTES:
+                self._put(decode_copy(blocks, self.relation))
+                blocks.clear()
+
+        try:
+            self.read = self._copy(on_block)
+            if blocks:
+                self._put(decode_copy(blocks, self.relation))
+            self._put(None)
+        except _Abandoned:
+            pass
+        except BaseException as error:  # noqa: BLE001 - carried to the iterating thread, which raises it
+            self._put(error)
+
+    def _copy(self, on_block: Callable[[bytes], None]) -> ChunkRead:
+        return read_chunk(
+            self.dsn, self.relation, self.bounds, on_block, row_filter=self.row_filter, exported_snapshot=self.exported_snapshot
+        )
+
+    def _put(self, piece: "pa.Table | BaseException | None") -> None:
+        while True:
+            if self._abandoned.is_set() and not isinstance(piece, BaseException):
+                raise _Abandoned
+            try:
+                self._pieces.put(piece, timeout=0.2)
+            except queue.Full:
+                if self._abandoned.is_set():
+                    return
+            else:
+                return
