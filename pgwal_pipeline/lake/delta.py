@@ -122,13 +122,12 @@ def commit(
     actions: Sequence[AddAction | RemoveAction],
     *,
     partition_by: Sequence[str] = (),
-    marker: str,
-    number: int,
+    marker: Transaction | None = None,
 ) -> None:
     """Commit `actions` to `table`, which stands at `uri`, and see them in `table` afterwards; they are on disk then.
 
-    Of two writers with the same `marker` that look at one version the slower one gets CommitFailedError: it must look again. `number` is
-    what `table.transaction_version(marker)` says afterwards.
+    Files that are only added go in beside what others commit meanwhile. With a marker, of two writers with its `app_id` that look at one
+    version the slower one gets CommitFailedError and must look again; its version is what `table.transaction_version(app_id)` says then.
     """
     before = table.version()
     table.create_write_transaction(
@@ -136,7 +135,7 @@ def commit(
         "append",
         table.schema(),
         partition_by=list(partition_by),
-        commit_properties=CommitProperties(app_transactions=[Transaction(marker, number)]),
+        commit_properties=None if marker is None else CommitProperties(app_transactions=[marker]),
     )
     table.update_incremental()
     flush_commits(lake, uri, before, table.version())

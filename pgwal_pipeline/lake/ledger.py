@@ -144,18 +144,23 @@ class Ledger:
 
         self._publishes.append(decide)
 
-    def forget(self, published_before: datetime, generations: Iterable[tuple[TableName, str]]) -> None:
-        """Drop the publishes made before a time, but the newest, and the chunks of all snapshots but those of `generations`."""
-        kept = {(str(table), generation) for table, generation in generations}
+    def generations(self, table: TableName) -> set[str]:
+        """The snapshots of a table that chunks are known of."""
+        return set(self._chunks.rows().filter(pc.field("table") == str(table))["generation"].to_pylist())
 
-        def living(rows: pa.Table) -> pa.Table:
-            pairs = zip(rows["table"].to_pylist(), rows["generation"].to_pylist(), strict=True)
-            return rows.filter(pa.array([pair in kept for pair in pairs], pa.bool_()))
+    def forget(self, published_before: datetime, read_before: datetime) -> None:
+        """Drop the publishes made before one time, but the newest, and the chunks written before another of snapshots no table goes by."""
 
         def recent(rows: pa.Table) -> pa.Table:
             return rows.filter(
                 (pc.field("published_at") >= published_before) | (pc.field("lsn") == max(rows["lsn"].to_pylist(), default=0))
             )
+
+        def living(rows: pa.Table) -> pa.Table:
+            states = self.tables().values()
+            kept = {(str(state.table), name) for state in states for name in (state.generation, state.reading, state.published)}
+            pairs = zip(rows["table"].to_pylist(), rows["generation"].to_pylist(), rows["at"].to_pylist(), strict=True)
+            return rows.filter(pa.array([(table, name) in kept or at >= read_before for table, name, at in pairs], pa.bool_()))
 
         self._publishes.rewrite(recent)
         self._chunks.rewrite(living)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from deltalake import DeltaTable
+from deltalake import DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import RemoveAction
 
@@ -153,7 +153,7 @@ class RowLog:
             RemoveAction(path, data_change=True, deletion_timestamp=now, size=self._sizes[path], partition_values={}) for path in removed
         ]
         try:
-            commit(self._lake, self._uri, self._table, [*gone, added], marker=_MARKER, number=last)
+            commit(self._lake, self._uri, self._table, [*gone, added], marker=Transaction(_MARKER, last))
         except CommitFailedError:
             file.discard()
             return False

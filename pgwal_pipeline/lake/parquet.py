@@ -127,13 +127,17 @@ class ParquetFile:
         return FileWrite(path=self.path.removeprefix(folder + "/"), size=self.size, rows=self.rows, stats=json.dumps(stats))
 
     def discard(self) -> None:
-        """Stop writing and remove what there is of the file, as far as that is possible."""
-        try:
+        """Stop writing and take away what there is of the file."""
+        with suppress(OSError, pa.ArrowException):
             self._writer.close()
             self._stream.close()
-            self._fs.delete_file(self.path)
-        except (OSError, pa.ArrowException):
-            return  # vacuum takes what no commit names
+        discard_file(self._lake, self.path)
+
+
+def discard_file(lake: Lake, path: str) -> None:
+    """Remove a file that no commit names, as far as that is possible: vacuum takes what stays behind."""
+    with suppress(OSError, pa.ArrowException):
+        filesystem(lake.uri).delete_file(path)
 
 
 def new_file_name() -> str:

@@ -6,7 +6,6 @@ names them (`prepared`), and `commit_window` then makes them part of their Delta
 
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from types import TracebackType
@@ -14,14 +13,14 @@ from typing import Protocol, Self
 
 import pyarrow as pa
 import pyarrow.fs as pafs
-from deltalake import DeltaTable, Schema
+from deltalake import DeltaTable, Schema, Transaction
 from deltalake.exceptions import CommitFailedError
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import LakeError, TableError
 from pgwal_pipeline.lake.delta import ATTEMPTS, Clash, commit, crowded, ensure_table, lake_errors, open_table, side_by_side
 from pgwal_pipeline.lake.layout import Lake, filesystem
-from pgwal_pipeline.lake.parquet import ParquetFile, add_action, move, new_file_name, plain_schema, plain_tables
+from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, move, new_file_name, plain_schema, plain_tables
 from pgwal_pipeline.lake.records import FileWrite, TableWrite
 from pgwal_pipeline.lake.schema import changed_type, check_columns, partitioned_schema, widened
 from pgwal_pipeline.lsn import parse_window_key
@@ -243,8 +242,7 @@ class WindowWriter:
         for file in buffer.files:
             self._under_way.pop(file, None)
             if not file.cancel() and file.exception() is None:
-                with suppress(OSError, pa.ArrowException):  # vacuum takes what no commit names
-                    filesystem(self._lake.uri).delete_file(f"{buffer.folder}/{file.result().path}")
+                discard_file(self._lake, f"{buffer.folder}/{file.result().path}")
 
 
 def _standing_schema(lake: Lake, path: str) -> Schema | None:
@@ -302,9 +300,7 @@ def _commit_table(lake: Lake, key: str, write: TableWrite) -> None:
             actions = [add_action(file, {PARTITION: key}) for file in _in_place(lake, key, write)]
             try:
                 # The marker makes the slower of two that commit the same window look again, and find it there.
-                commit(
-                    lake, write.path, table, actions, partition_by=[PARTITION], marker=_MARKER, number=parse_window_key(key) & (1 << 63) - 1
-                )
+                commit(lake, write.path, table, actions, partition_by=[PARTITION], marker=Transaction(_MARKER, table.version()))
             except CommitFailedError:
                 table.update_incremental()
             else:

@@ -98,7 +98,7 @@ class TableState:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One range of a table's key in a snapshot, from `lower` to `upper`: each a key's columns as Postgres's text, None for no bound.
+    """One range of a table's key in a snapshot, `lower < key <= upper`; a bound has the key's columns as Postgres's text, or is None.
 
     `attempt` is None until the range has been read; only the snapshot rows of that attempt count. `snapshot` is what
     `pg_current_snapshot()` said in the reading transaction, `insert_lsn` the WAL's end after it; `bytes` came from the server.

@@ -1,0 +1,170 @@
+"""Snapshots: the rows of a table that were there before the stream, chunk by chunk.
+
+One Delta table a source table, one partition a generation: a re-snapshot is a new generation beside the old one. Every row carries the
+attempt that wrote it, and only those count whose attempt the ledger names: a chunk that is read again after a crash leaves nothing to undo.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+from deltalake.exceptions import CommitFailedError
+
+from pgwal_pipeline.lake.delta import ATTEMPTS, Clash, commit, crowded, ensure_table, lake_errors, open_table
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, new_file_name, plain_schema, plain_tables
+from pgwal_pipeline.lake.records import FileWrite
+from pgwal_pipeline.lake.schema import changed_type, check_columns, partitioned_schema
+from pgwal_pipeline.relation import Relation, TableName
+
+GENERATION = "_pgwal_generation"
+"""The partition column of a snapshot table: the id of the reading that a row belongs to."""
+
+ATTEMPT = "_pgwal_chunk"
+"""The column that has the id of the attempt at a chunk that wrote a row."""
+
+_CONFIGURATION = {
+    "delta.dataSkippingStatsColumns": ATTEMPT,
+    "delta.deletedFileRetentionDuration": "interval 1 days",
+}
+_GROUP_BYTES = 64 << 20
+_FILE_BYTES = 512 << 20
+_ID = re.compile(r"[A-Za-z0-9_-]+\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWrite:
+    """What an attempt at a chunk put into the lake: its rows, and the bytes of its files."""
+
+    rows: int
+    bytes: int
+
+
+class SnapshotWriter:
+    """Writes the chunks of one generation of one table. Threads may share it.
+
+    Raises TableError for a table that cannot stand in Delta, ValueError for a generation that is not letters, digits, `_` and `-`.
+    """
+
+    def __init__(self, lake: Lake, relation: Relation, generation: str) -> None:
+        check_columns(relation)
+        if not _ID.match(generation):
+            raise ValueError(f"{generation!r} is no id of a snapshot")
+        self._lake = lake
+        self._table = relation.table
+        self._generation = generation
+        self._uri = lake.snapshot(relation.table)
+        self._folder = lake.layer_path("snapshot", relation.table)
+
+    def write(self, attempt: str, pieces: Iterable[pa.Table]) -> ChunkWrite:
+        """Write the rows of one attempt at a chunk, which have the source's columns and `_pgwal_text`, and commit them as one.
+
+        The pieces share one schema and are taken one by one; at most about 64 MB of them are held. On a failure nothing is committed.
+        Raises TableError where the snapshot table has a column with another type, LakeError where the lake cannot be written.
+        """
+        with lake_errors(self._uri):
+            chunk = _ChunkFiles(self._lake, self._folder, f"{self._folder}/{GENERATION}={self._generation}", attempt)
+            try:
+                for piece in pieces:
+                    chunk.add(piece)
+                files = chunk.close()
+                if chunk.schema is not None:
+                    self._commit(chunk.schema, files)
+            except BaseException:
+                chunk.discard()
+                raise
+        return ChunkWrite(sum(file.rows for file in files), sum(file.size for file in files))
+
+    def _commit(self, schema: pa.Schema, files: Collection[FileWrite]) -> None:
+        wanted = partitioned_schema(schema, GENERATION)
+        try:
+            table = ensure_table(self._lake, self._uri, wanted, partition_by=[GENERATION], configuration=_CONFIGURATION)
+        except Clash as clash:
+            raise changed_type(self._table, clash) from None
+        if files:
+            actions = [add_action(file, {GENERATION: self._generation}) for file in files]
+            commit(self._lake, self._uri, table, actions, partition_by=[GENERATION])
+
+
+class _ChunkFiles:
+    """The Parquet files of one attempt at a chunk, one open at a time."""
+
+    def __init__(self, lake: Lake, table_folder: str, folder: str, attempt: str) -> None:
+        self.schema: pa.Schema | None = None
+        self._lake = lake
+        self._table_folder = table_folder
+        self._folder = folder
+        self._attempt = attempt
+        self._held: list[pa.Table] = []
+        self._file: ParquetFile | None = None
+        self._done: list[FileWrite] = []
+
+    def add(self, piece: pa.Table) -> None:
+        plain = plain_schema(piece.schema)
+        if self.schema is None:
+            self.schema = plain.append(pa.field(ATTEMPT, pa.string()))
+        for rows in plain_tables(piece, plain):
+            self._held.append(rows.append_column(ATTEMPT, pa.repeat(self._attempt, rows.num_rows)))
+        if sum(rows.nbytes for rows in self._held) >= _GROUP_BYTES:
+            self._write()
+
+    def close(self) -> list[FileWrite]:
+        self._write()
+        self._close_file()
+        return self._done
+
+    def discard(self) -> None:
+        if self._file is not None:
+            self._file.discard()
+        for file in self._done:
+            discard_file(self._lake, f"{self._table_folder}/{file.path}")
+
+    def _write(self) -> None:
+        rows = pa.concat_tables(self._held) if self._held else None
+        self._held = []
+        if rows is None or rows.num_rows == 0:
+            return
+        if self._file is None:
+            self._file = ParquetFile(self._lake, f"{self._folder}/{new_file_name()}", rows.schema)
+        self._file.write(rows)
+        if self._file.size >= _FILE_BYTES:
+            self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file is None:
+            return
+        written, self._file = self._file.close(self._table_folder), None
+        limits = {ATTEMPT: self._attempt}
+        stats = {"numRecords": written.rows, "minValues": limits, "maxValues": limits, "nullCount": {ATTEMPT: 0}}
+        self._done.append(replace(written, stats=json.dumps(stats)))
+
+
+def generations(lake: Lake, table: TableName) -> set[str]:
+    """The generations that a table's snapshot has rows of. Raises LakeError."""
+    found = open_table(lake, lake.snapshot(table))
+    return set() if found is None else {partition[GENERATION] for partition in found.partitions()}
+
+
+def drop_generations(lake: Lake, table: TableName, keep: Collection[str]) -> None:
+    """Take every generation but those in `keep` out of a table's snapshot; vacuum removes the files later. Raises LakeError."""
+    remove_generations(lake, table, generations(lake, table) - set(keep))
+
+
+def remove_generations(lake: Lake, table: TableName, gone: Collection[str]) -> None:
+    """Take the generations in `gone` out of a table's snapshot; vacuum removes the files later. Raises LakeError."""
+    uri = lake.snapshot(table)
+    if not gone:
+        return
+    named = ", ".join(f"'{generation}'" for generation in sorted(gone))
+    with lake_errors(uri):
+        for _ in range(ATTEMPTS):
+            found = open_table(lake, uri)
+            try:
+                if found is not None:
+                    found.delete(f"{GENERATION} IN ({named})")
+            except CommitFailedError:
+                continue
+            return
+        raise crowded(uri)
