@@ -1,0 +1,144 @@
+"""The decoder's face: replication messages, or a COPY's blocks, in; typed Arrow tables out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+
+from pgwal_pipeline.decode.changes import OPS, TableChanges, decode_changes
+from pgwal_pipeline.decode.copy import decode_copy
+from pgwal_pipeline.decode.frames import HEADER, Frames, join
+from pgwal_pipeline.decode.pgoutput import RelationMessage, parse_logical, parse_origin, parse_relation, parse_type
+from pgwal_pipeline.decode.ragged import UnreadableError
+from pgwal_pipeline.decode.relations import Describe, KnownRelations
+from pgwal_pipeline.decode.route import LOGICAL, ORIGIN, RELATION, TYPE, OpenTransaction, Route, route
+from pgwal_pipeline.relation import Relation
+
+__all__ = ["OPS", "Decoded", "Decoder", "TableChanges", "decode_copy"]
+
+_PARSERS: dict[int, Callable[[bytes], object]] = {TYPE: parse_type, ORIGIN: parse_origin, LOGICAL: parse_logical}
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What one feed of messages held for the window.
+
+    `changes`: the tables' rows; a table comes twice only when its definition changed in between. `transactions`: how many commits of the
+    window's transactions with a change came. `changes_count`: changes of rows and tables emptied; a changed key counts once.
+    `last_commit_end_lsn`: where the last commit record seen ends, of a skipped transaction too; None without any. `in_transaction`: a
+    transaction is still open. `passed_end`: one with a commit LSN past the window came, so that the window has been seen whole.
+    `relations`: definitions that are new or changed, in order. `min_xid`, `max_xid`: of the transactions with a row in `changes`.
+    """
+
+    changes: tuple[TableChanges, ...] = ()
+    transactions: int = 0
+    changes_count: int = 0
+    last_commit_end_lsn: int | None = None
+    in_transaction: bool = False
+    passed_end: bool = False
+    relations: tuple[Relation, ...] = ()
+    max_xid: int | None = None
+    min_xid: int | None = None
+
+
+class Decoder:
+    """Decodes the messages of one replication connection for one window: transactions with `start_lsn <= commit LSN < end_lsn`.
+
+    `describe` turns a Relation message into the table's definition, whose columns are the message's in the same order; None leaves the
+    table's changes out (they keep their ordinals). Messages are whole CopyData messages, the replication header included, in the order of
+    the connection; how they are cut into feeds changes nothing in the rows. After an error the decoder is of no more use.
+    """
+
+    def __init__(self, describe: Describe, start_lsn: int, end_lsn: int) -> None:
+        self._start_lsn = start_lsn
+        self._end_lsn = end_lsn
+        self._known = KnownRelations(describe)
+        self._opened: OpenTransaction | None = None
+        self._last_commit_lsn = 0
+        self._passed_end = False
+
+    def feed(self, messages: Sequence[bytes | memoryview]) -> Decoded:
+        """Decode the next messages. Once the window's end was passed, whatever comes is ignored.
+
+        Raises DecodeError, naming the position and where it can the table and column, for a message that cannot be read.
+        """
+        decoded: Decoded | None = None
+        for frames in join(messages):
+            if not self._passed_end:
+                part = self._decode(frames)
+                decoded = part if decoded is None else _together(decoded, part)
+        return Decoded(in_transaction=self._opened is not None, passed_end=self._passed_end) if decoded is None else decoded
+
+    def _decode(self, frames: Frames) -> Decoded:
+        routed = route(frames, self._opened, self._last_commit_lsn, self._start_lsn, self._end_lsn)
+        relations = self._learn(routed)
+        changes = decode_changes(routed, self._known)
+        self._opened = routed.opened
+        self._last_commit_lsn = routed.last_commit_lsn
+        self._passed_end = routed.passed_end
+        low, high = routed.xids()
+        return Decoded(
+            changes=changes,
+            transactions=routed.committed,
+            changes_count=sum(table.rows.num_rows - table.key_changes for table in changes),
+            last_commit_end_lsn=routed.last_commit_end_lsn,
+            in_transaction=routed.opened is not None,
+            passed_end=routed.passed_end,
+            relations=relations,
+            max_xid=high,
+            min_xid=low,
+        )
+
+    def _learn(self, routed: Route) -> tuple[Relation, ...]:
+        """Read the messages that change no rows: definitions, and such as only need to be whole."""
+        described: dict[int, RelationMessage] = {}
+        for index in routed.others():
+            payload = routed.frames.bytes_of(index, HEADER)
+            try:
+                if payload[0] == RELATION:
+                    described[index] = parse_relation(payload)
+                else:
+                    _PARSERS[payload[0]](payload)
+            except ValueError as error:
+                raise routed.frames.message_error(index, str(error)) from None
+        try:
+            return self._known.learn(described)
+        except UnreadableError as error:
+            raise routed.frames.message_error(error.index, error.reason) from None
+
+
+def _together(one: Decoded, other: Decoded) -> Decoded:
+    """What two feeds held that follow each other."""
+    changes = list(one.changes)
+    latest = {table.relation.oid: number for number, table in enumerate(changes)}
+    for table in other.changes:
+        number = latest.setdefault(table.relation.oid, len(changes))
+        if number < len(changes) and changes[number].relation == table.relation:
+            changes[number] = _sum(changes[number], table)
+        else:
+            latest[table.relation.oid] = len(changes)
+            changes.append(table)
+    return Decoded(
+        changes=tuple(changes),
+        transactions=one.transactions + other.transactions,
+        changes_count=one.changes_count + other.changes_count,
+        last_commit_end_lsn=one.last_commit_end_lsn if other.last_commit_end_lsn is None else other.last_commit_end_lsn,
+        in_transaction=other.in_transaction,
+        passed_end=other.passed_end,
+        relations=one.relations + other.relations,
+        max_xid=max((xid for xid in (one.max_xid, other.max_xid) if xid is not None), default=None),
+        min_xid=min((xid for xid in (one.min_xid, other.min_xid) if xid is not None), default=None),
+    )
+
+
+def _sum(one: TableChanges, other: TableChanges) -> TableChanges:
+    return replace(
+        one,
+        rows=pa.concat_tables([one.rows, other.rows]),
+        inserts=one.inserts + other.inserts,
+        updates=one.updates + other.updates,
+        deletes=one.deletes + other.deletes,
+        truncates=one.truncates + other.truncates,
+        key_changes=one.key_changes + other.key_changes,
+        unchanged=one.unchanged or other.unchanged,
+    )

@@ -1,0 +1,130 @@
+"""Fields to typed columns. Columns that read alike are cast together, of whatever tables they are: many small tables cost little more than
+one large one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from pgwal_pipeline.decode.casts import cast_to
+from pgwal_pipeline.decode.ragged import UnreadableError, offsets_of
+from pgwal_pipeline.decode.tuples import SENT, UNCHANGED, Fields
+from pgwal_pipeline.decode.types import TEXT_TYPE, UNCHANGED_TYPE, Target
+from pgwal_pipeline.decode.vectors import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of one table: how its columns read, their names, and each row's first field."""
+
+    targets: Sequence[Target]
+    names: Sequence[str]
+    first: Ints
+
+
+@dataclass(slots=True)
+class Columns:
+    """The columns of a block. `unchanged` and `text` list for each row what was not sent and what did not fit; None if no row has any."""
+
+    values: list[pa.Array]
+    unchanged: pa.Array | None = None
+    text: pa.Array | None = None
+
+
+class CellError(ValueError):
+    """A value that cannot be read: its block, row and column, and what is wrong with it."""
+
+    def __init__(self, block: int, row: int, column: int, reason: str) -> None:
+        super().__init__(reason)
+        self.block = block
+        self.row = row
+        self.column = column
+
+
+@dataclass(slots=True)
+class _Marks:
+    """Cells of one block that need a word: their rows and columns, and their texts where these are kept."""
+
+    rows: list[Ints] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    texts: list[pa.Array] = field(default_factory=list)
+
+    def add(self, column: int, rows: Ints, texts: pa.Array | None = None) -> None:
+        if len(rows):
+            self.rows.append(rows)
+            self.columns.append(column)
+            if texts is not None:
+                self.texts.append(texts)
+
+
+def decode_columns(fields: Fields, blocks: Sequence[Block]) -> list[Columns]:
+    """The typed columns of every block; several blocks may share memory. Raises CellError."""
+    cells: dict[Target, list[tuple[int, int]]] = {}
+    for number, block in enumerate(blocks):
+        for column, target in enumerate(block.targets):
+            cells.setdefault(target, []).append((number, column))
+    done = [Columns([pa.nulls(0)] * len(block.targets)) for block in blocks]
+    misfits, unchanged = [_Marks() for _ in blocks], [_Marks() for _ in blocks]
+    some_unchanged = bool((fields.kinds == UNCHANGED).any())
+    for target, group in cells.items():
+        wanted = fields.resolve(_concatenate([blocks[number].first + column for number, column in group]))
+        kinds = fields.kinds[wanted]
+        texts = fields.texts(wanted, kinds != SENT)
+        try:
+            cast = cast_to(texts, target)
+        except UnreadableError as error:
+            raise _locate(blocks, group, error) from None
+        begin = 0
+        for number, column in group:
+            end = begin + len(blocks[number].first)
+            done[number].values[column] = cast.values if len(group) == 1 else cast.values.slice(begin, end - begin)
+            if cast.misfits is not None:
+                rows = np.flatnonzero(cast.misfits[begin:end])
+                misfits[number].add(column, rows, texts.take(pa.array(rows + begin)))
+            if some_unchanged:
+                unchanged[number].add(column, np.flatnonzero(kinds[begin:end] == UNCHANGED))
+            begin = end
+    for number, block in enumerate(blocks):
+        done[number].unchanged = _unchanged(block, unchanged[number])
+        done[number].text = _text(block, misfits[number])
+    return done
+
+
+def _concatenate(vectors: list[Ints]) -> Ints:
+    return vectors[0] if len(vectors) == 1 else np.concatenate(vectors)
+
+
+def _locate(blocks: Sequence[Block], group: list[tuple[int, int]], error: UnreadableError) -> CellError:
+    index = error.index
+    for number, column in group:
+        if index < len(blocks[number].first):
+            return CellError(number, index, column, error.reason)
+        index -= len(blocks[number].first)
+    raise AssertionError("an index past the last block") from error
+
+
+def _names(block: Block, marks: _Marks) -> tuple[pa.Array, Ints, pa.Array, Ints]:
+    """For marked cells in the order of their rows: the columns' names, each row's bounds, which rows have none, and the order itself."""
+    rows = np.concatenate(marks.rows)
+    columns = np.repeat(marks.columns, [len(some) for some in marks.rows])
+    order = np.argsort(rows, kind="stable")
+    names = pa.array(block.names, pa.string()).take(pa.array(columns[order]))
+    counts = np.bincount(rows, minlength=len(block.first))
+    return names, offsets_of(counts), pa.array(counts == 0), order
+
+
+def _unchanged(block: Block, marks: _Marks) -> pa.Array | None:
+    if not marks.rows:
+        return None
+    names, offsets, none, _ = _names(block, marks)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), names, type=UNCHANGED_TYPE, mask=none)
+
+
+def _text(block: Block, marks: _Marks) -> pa.Array | None:
+    if not marks.rows:
+        return None
+    names, offsets, none, order = _names(block, marks)
+    texts = pa.concat_arrays(marks.texts).take(pa.array(order))
+    return pa.MapArray.from_arrays(pa.array(offsets, pa.int32()), names, texts, type=TEXT_TYPE, mask=none)

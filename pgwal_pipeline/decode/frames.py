@@ -1,0 +1,95 @@
+"""Many byte strings laid end to end in one buffer, so that numpy reads the same field of all of them at once.
+
+Positions are byte offsets into that buffer, as int64 vectors. The buffer ends in zeros that belong to no string: a field of fixed size can
+be read wherever a string should still have it, and what is read past a string's own end is caught by comparing positions with `ends`.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from pgwal_pipeline.decode.vectors import Bytes, Ints
+from pgwal_pipeline.errors import DecodeError
+from pgwal_pipeline.lsn import format_lsn
+
+HEADER = 25
+"""Bytes before a replication message's payload: 'w', the WAL's start and the server's end as unsigned 64 bits, the server's clock."""
+
+PORTION = (1 << 30) - 1
+"""Most bytes of one buffer. Arrow's offsets have 31 bits, and a field may be needed twice: in the old row and in the new one without it."""
+
+_PADDING = bytes(64)
+_SHOWN = 24  # bytes of a message that an error shows
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """Byte strings end to end: the i-th lies in `octets[starts[i]:ends[i]]`. `words[p]` are the 8 bytes from p, in the machine's order."""
+
+    buffer: pa.Buffer
+    octets: Bytes
+    words: Ints
+    starts: Ints
+    ends: Ints
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def first(self, count: int) -> "Frames":
+        """The first `count` strings, on the same buffer."""
+        return Frames(self.buffer, self.octets, self.words, self.starts[:count], self.ends[:count])
+
+    def octet(self, positions: Ints) -> Bytes:
+        """The byte at each position."""
+        return self.octets[positions]
+
+    def word(self, positions: Ints) -> Ints:
+        """The signed big-endian 64-bit number at each position."""
+        words = self.words[positions]
+        return words.byteswap(inplace=True) if sys.byteorder == "little" else words
+
+    def bytes_of(self, index: int, skip: int = 0) -> bytes:
+        """The string at `index`, without its first `skip` bytes."""
+        return self.octets[self.starts[index] + skip : self.ends[index]].tobytes()
+
+    def message_error(self, index: int, reason: str, table: object = None) -> DecodeError:
+        """The error for the replication message at `index`, with its position and its first bytes."""
+        payload = self.bytes_of(index, HEADER)
+        lsn = self._lsn(index)
+        kind = chr(payload[0]) if payload and 32 < payload[0] < 127 else "unknown"
+        of_table = "" if table is None else f" of {table}"
+        return DecodeError(
+            f"The {kind} message{of_table} at WAL position {format_lsn(lsn)} cannot be decoded: {reason} (it has {len(payload)} bytes and "
+            f"starts with {payload[:_SHOWN].hex(' ') or 'nothing'}); nothing past it is confirmed: keep the slot and report this.",
+            lsn=lsn,
+            payload=payload,
+        )
+
+    def _lsn(self, index: int) -> int:
+        """Where the message at `index` stands in the WAL; Relation and Type messages carry no position, so the one before them counts."""
+        for start in self.starts[index::-1].tolist():
+            if lsn := int.from_bytes(self.octets[start + 1 : start + 9]):
+                return lsn
+        return 0
+
+
+def join(parts: Sequence[bytes | memoryview], limit: int = PORTION) -> Iterator[Frames]:
+    """Lay `parts` end to end in as many buffers as it takes with at most `limit` bytes each; a longer one has a buffer of its own."""
+    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+    through = np.cumsum(lengths)
+    first, before = 0, 0
+    while first < len(parts):
+        last = max(int(np.searchsorted(through, before + limit, "right")), first + 1)
+        yield _joined(parts if last - first == len(parts) else parts[first:last], lengths[first:last])
+        first, before = last, int(through[last - 1])
+
+
+def _joined(parts: Sequence[bytes | memoryview], lengths: Ints) -> Frames:
+    joined = b"".join([*parts, _PADDING])
+    # Overlapping and unaligned on purpose: one gather reads a kind byte together with the length behind it.
+    words = np.ndarray((len(joined) - 7,), np.int64, joined, strides=(1,))
+    ends = np.cumsum(lengths)
+    return Frames(pa.py_buffer(joined), np.frombuffer(joined, np.uint8), words, ends - lengths, ends)

@@ -1,0 +1,215 @@
+"""Which transaction each message of a run belongs to, at which place in it, and whether the window wants it; all as vectors."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from pgwal_pipeline.decode.frames import HEADER, Frames
+from pgwal_pipeline.decode.pgoutput import TruncateMessage, parse_truncate
+from pgwal_pipeline.decode.vectors import Bytes, Ints, Mask
+
+BEGIN, COMMIT, INSERT, UPDATE, DELETE, TRUNCATE, RELATION, TYPE, ORIGIN, LOGICAL = b"BCIUDTRYOM"
+
+_KNOWN: Final = np.isin(np.arange(256), np.frombuffer(b"BCIUDTRYOM", np.uint8))
+_OTHERS: Final = np.isin(np.arange(256), np.frombuffer(b"RYOM", np.uint8))
+_ROWS: Final = np.isin(np.arange(256), np.frombuffer(b"IUD", np.uint8))
+_EPOCH: Final = 946_684_800_000_000  # microseconds from 1970-01-01 to 2000-01-01, from where Postgres counts
+_BEGIN_SIZE: Final = HEADER + 21
+_COMMIT_SIZE: Final = HEADER + 26
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransaction:
+    """A transaction whose Commit has not come yet; `changes` have. `committed_at` is in microseconds since 1970 UTC."""
+
+    commit_lsn: int
+    committed_at: int
+    xid: int
+    changes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transactions:
+    """The transactions of a run, one entry each. The first is the one that was open before it (zeros where none was).
+
+    `wanted`: whether its commit LSN is at or past the window's start.
+    """
+
+    commit_lsn: Ints
+    committed_at: Ints
+    xid: Ints
+    wanted: Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A run of messages up to the window's end.
+
+    Per message: `kinds`, the byte that says what it is; `heads`, its first eight bytes as a number; `transaction`, the index of its
+    transaction; `ordinals`, the ordinal of its first change, counting every change of the transaction from 0; `rows`, whether it is a
+    change of one row that the window wants. `truncates`: the wanted ones by the index of their message. `committed` counts the wanted
+    transactions with a change whose Commit is here.
+    """
+
+    frames: Frames
+    kinds: Bytes
+    heads: Ints
+    transaction: Ints
+    ordinals: Ints
+    rows: Mask
+    truncates: dict[int, TruncateMessage]
+    transactions: Transactions
+    committed: int
+    last_commit_lsn: int
+    last_commit_end_lsn: int | None
+    opened: OpenTransaction | None
+    passed_end: bool
+
+    def others(self) -> list[int]:
+        """The indices of messages that neither change rows nor begin or end a transaction."""
+        return np.flatnonzero(_OTHERS[self.kinds]).tolist()
+
+    def xids(self) -> tuple[int | None, int | None]:
+        """The smallest and the largest id of the transactions that have a wanted change here."""
+        changing = self.rows.copy()
+        changing[list(self.truncates)] = True
+        xids = self.transactions.xid[self.transaction[changing]]
+        return (int(xids.min()), int(xids.max())) if len(xids) else (None, None)
+
+
+def route(frames: Frames, opened: OpenTransaction | None, last_commit_lsn: int, start_lsn: int, end_lsn: int) -> Route:
+    """Place the messages of a run, dropping all from the first Begin with a commit LSN of at least `end_lsn`.
+
+    `opened` is the transaction left open by the run before, `last_commit_lsn` the commit LSN of the last Begin before. Raises DecodeError
+    for messages that are none of pgoutput's, or that do not follow each other as transactions do.
+    """
+    heads = frames.word(frames.starts + HEADER)
+    kinds = (heads >> 56).astype(np.uint8)
+    end = _first_past(frames, kinds, end_lsn)
+    _check_framing(frames, kinds, len(frames) if end is None else end + 1)
+    beyond = frames
+    if end is not None:
+        frames, heads, kinds = frames.first(end), heads[:end], kinds[:end]
+
+    is_begin, is_commit = kinds == BEGIN, kinds == COMMIT
+    begins, commits = np.flatnonzero(is_begin), np.flatnonzero(is_commit)
+    transaction = np.cumsum(is_begin)
+    depth = transaction - np.cumsum(is_commit) + (opened is not None)
+    _check_order(frames, kinds, opened is not None)
+    still_open = bool(depth[-1]) if len(depth) else opened is not None
+    if end is not None and still_open:
+        raise beyond.message_error(end, "a transaction begins before the one that came earlier has ended")
+    transactions = _transactions(frames, begins, opened, start_lsn)
+    _check_increasing(frames, begins, transactions, last_commit_lsn)
+    commit_end_lsns = _check_commits(frames, commits, transactions, transaction[commits])
+
+    rows = _ROWS[kinds]
+    truncates = _truncates(frames, kinds)
+    weights = rows.astype(np.int64)
+    for index, message in truncates.items():
+        weights[index] = len(message.relations)
+    outside = (rows | (kinds == TRUNCATE)) & (depth == 0)
+    if outside.any():
+        raise frames.message_error(int(outside.argmax()), "it changes rows outside of a transaction")
+    through = np.cumsum(weights)
+    before = through - weights
+    base = np.concatenate([[-opened.changes if opened else 0], before[begins]])
+    wanted = transactions.wanted[transaction]
+    changed = through[commits] > base[transaction[commits]]
+    changes = int(through[-1] if len(through) else 0) - int(base[-1])
+    return Route(
+        frames=frames,
+        kinds=kinds,
+        heads=heads,
+        transaction=transaction,
+        ordinals=before - base[transaction],
+        rows=rows & wanted,
+        truncates={index: message for index, message in truncates.items() if wanted[index]},
+        transactions=transactions,
+        committed=int((changed & wanted[commits]).sum()),
+        last_commit_lsn=max(last_commit_lsn, int(transactions.commit_lsn[-1])),
+        last_commit_end_lsn=int(commit_end_lsns[-1]) if len(commits) else None,
+        opened=_last(transactions, changes) if still_open else None,
+        passed_end=end is not None,
+    )
+
+
+def _first_past(frames: Frames, kinds: Bytes, end_lsn: int) -> int | None:
+    """The first Begin of a transaction that the window does not want any more."""
+    begins = np.flatnonzero(kinds == BEGIN)
+    past = frames.word(frames.starts[begins] + (HEADER + 1)) >= end_lsn
+    return int(begins[past.argmax()]) if past.any() else None
+
+
+def _check_framing(frames: Frames, kinds: Bytes, count: int) -> None:
+    """See that the first messages are replication messages with a payload of a known kind, and that Begins and Commits have their sizes."""
+    sizes = (frames.ends - frames.starts)[:count]
+    kinds = kinds[:count]
+    framed = (sizes > HEADER) & (frames.octet(frames.starts[:count]) == ord("w"))
+    wrong = ~framed | ~_KNOWN[kinds] | ((kinds == BEGIN) & (sizes != _BEGIN_SIZE)) | ((kinds == COMMIT) & (sizes != _COMMIT_SIZE))
+    if not wrong.any():
+        return
+    index = int(wrong.argmax())
+    if not framed[index]:
+        raise frames.message_error(index, "it is no replication message with a payload")
+    if not _KNOWN[kinds[index]]:
+        raise frames.message_error(index, "pgoutput sends no such kind of message for the options that were asked for")
+    raise frames.message_error(index, "it has not the size of its kind")
+
+
+def _check_order(frames: Frames, kinds: Bytes, in_transaction: bool) -> None:
+    """See that Begin and Commit take turns."""
+    ends = np.flatnonzero((kinds == BEGIN) | (kinds == COMMIT))
+    wrong = (kinds[ends] == BEGIN) != ((np.arange(len(ends)) + in_transaction) % 2 == 0)
+    if wrong.any():
+        index = int(ends[wrong.argmax()])
+        begins = kinds[index] == BEGIN
+        reason = "a transaction begins before the one that came earlier has ended" if begins else "it ends a transaction that did not begin"
+        raise frames.message_error(index, reason)
+
+
+def _transactions(frames: Frames, begins: Ints, opened: OpenTransaction | None, start_lsn: int) -> Transactions:
+    at = frames.starts[begins] + (HEADER + 1)
+    before = (opened.commit_lsn, opened.committed_at, opened.xid) if opened else (0, 0, 0)
+    commit_lsn = np.concatenate([before[:1], frames.word(at)])
+    committed_at = np.concatenate([before[1:2], frames.word(at + 8) + _EPOCH])
+    xid = np.concatenate([before[2:], frames.word(at + 16) >> 32 & 0xFFFFFFFF])
+    return Transactions(commit_lsn, committed_at, xid, commit_lsn >= start_lsn)
+
+
+def _check_increasing(frames: Frames, begins: Ints, transactions: Transactions, last_commit_lsn: int) -> None:
+    """See that transactions come in the order of their commits, each once."""
+    earlier = transactions.commit_lsn[:-1].copy()
+    earlier[:1] = np.maximum(earlier[:1], last_commit_lsn)
+    wrong = transactions.commit_lsn[1:] <= earlier
+    if wrong.any():
+        raise frames.message_error(
+            int(begins[wrong.argmax()]), "its transaction comes out of the order of commits"
+        )
+
+
+def _check_commits(frames: Frames, commits: Ints, transactions: Transactions, transaction: Ints) -> Ints:
+    """See that each Commit belongs to its Begin; give where each commit record ends."""
+    at = frames.starts[commits] + (HEADER + 2)
+    lsn, end_lsn = frames.word(at), frames.word(at + 8)
+    wrong = lsn != transactions.commit_lsn[transaction]
+    wrong |= frames.word(at + 16) + _EPOCH != transactions.committed_at[transaction]
+    wrong |= end_lsn <= lsn
+    if wrong.any():
+        raise frames.message_error(int(commits[wrong.argmax()]), "it does not agree with the Begin of its transaction")
+    return end_lsn
+
+
+def _truncates(frames: Frames, kinds: Bytes) -> dict[int, TruncateMessage]:
+    truncates = {}
+    for index in np.flatnonzero(kinds == TRUNCATE).tolist():
+        try:
+            truncates[index] = parse_truncate(frames.bytes_of(index, HEADER))
+        except ValueError as error:
+            raise frames.message_error(index, str(error)) from None
+    return truncates
+
+
+def _last(transactions: Transactions, changes: int) -> OpenTransaction:
+    return OpenTransaction(int(transactions.commit_lsn[-1]), int(transactions.committed_at[-1]), int(transactions.xid[-1]), changes)

@@ -1,0 +1,97 @@
+"""Which Arrow type stands for which Postgres type, and the Arrow schemas of what the decoder makes."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pyarrow as pa
+
+from pgwal_pipeline.relation import PgType, Relation
+
+OP = "_pgwal_op"
+COMMIT_LSN = "_pgwal_commit_lsn"
+ORDINAL = "_pgwal_ordinal"
+XID = "_pgwal_xid"
+COMMITTED_AT = "_pgwal_committed_at"
+UNCHANGED = "_pgwal_unchanged"
+TEXT = "_pgwal_text"
+
+UNCHANGED_TYPE = pa.list_(pa.string())
+TEXT_TYPE = pa.map_(pa.string(), pa.string())
+
+_BOX = 603
+_VECTORS = (22, 30)  # int2vector and oidvector: `1 2 3`, no arrays though the catalog gives them elements
+_NUMERIC = 1700
+_PLAIN = {
+    16: pa.bool_(),
+    17: pa.binary(),
+    20: pa.int64(),
+    21: pa.int16(),
+    23: pa.int32(),
+    26: pa.int64(),
+    700: pa.float32(),
+    701: pa.float64(),
+    1082: pa.date32(),
+    1114: pa.timestamp("us"),
+    1184: pa.timestamp("us", "UTC"),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """How a type's text is read; types that read alike share one. `element` is an array's, `delimiter` stands between its elements."""
+
+    arrow: pa.DataType
+    element: "Target | None" = None
+    delimiter: str = ","
+
+
+_shared_target = lru_cache(maxsize=None)(Target)
+
+
+@lru_cache(maxsize=4096)
+def target_of(declared: PgType) -> Target:
+    """How the text of values of this type is read."""
+    if declared.element is not None and declared.oid not in _VECTORS:
+        element = target_of(declared.element)
+        delimiter = ";" if declared.element.oid == _BOX else declared.element.delimiter
+        return _shared_target(pa.list_(element.arrow), element, delimiter)
+    arrow = _numeric(declared.typmod) if declared.oid == _NUMERIC else _PLAIN.get(declared.oid, pa.string())
+    return _shared_target(arrow)
+
+
+def _numeric(typmod: int) -> pa.DataType:
+    """decimal128 where Delta's decimal can hold it, else text. The scale is an 11-bit signed number."""
+    if typmod < 4:
+        return pa.string()
+    precision, scale = (typmod - 4) >> 16 & 0xFFFF, ((typmod - 4 & 0x7FF) ^ 0x400) - 0x400
+    return pa.decimal128(precision, scale) if 1 <= precision <= 38 and 0 <= scale <= precision else pa.string()
+
+
+def arrow_type(declared: PgType) -> pa.DataType:
+    """The Arrow type of a column of this type: the typed one where Delta has it, else string, which holds Postgres's own text."""
+    return target_of(declared).arrow
+
+
+def copy_schema(relation: Relation) -> pa.Schema:
+    """The source's columns, then `_pgwal_text` map<string,string>: the text of values that their columns cannot hold, null without any."""
+    return pa.schema([*_source_fields(relation), pa.field(TEXT, TEXT_TYPE)])
+
+
+def change_schema(relation: Relation) -> pa.Schema:
+    """The source's columns, then our own: what happened, when, which columns were not sent, and the text of values that did not fit."""
+    return pa.schema(
+        [
+            *_source_fields(relation),
+            pa.field(OP, pa.string()),
+            pa.field(COMMIT_LSN, pa.int64()),
+            pa.field(ORDINAL, pa.int64()),
+            pa.field(XID, pa.int64()),
+            pa.field(COMMITTED_AT, pa.timestamp("us", "UTC")),
+            pa.field(UNCHANGED, UNCHANGED_TYPE),
+            pa.field(TEXT, TEXT_TYPE),
+        ]
+    )
+
+
+def _source_fields(relation: Relation) -> list[pa.Field]:
+    return [pa.field(column.name, arrow_type(column.type)) for column in relation.columns]

@@ -1,0 +1,13 @@
+"""The vectors that the decoder works on: numpy arrays by what they hold."""
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints: TypeAlias = NDArray[np.int64]
+"""Positions, lengths, indices."""
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+Mask: TypeAlias = NDArray[np.bool_]
