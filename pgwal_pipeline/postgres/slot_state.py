@@ -182,7 +182,7 @@ def busy(conn: Connection, name: str) -> SlotBusy:
     )
 
 
-SESSION_OF = """SELECT a.pid, nullif(a.application_name, ''), a.usename::text, a.client_addr::text, a.backend_start
+SESSION_OF = """SELECT a.pid, nullif(a.application_name, ''), a.usename::text, pg_catalog.host(a.client_addr), a.backend_start
 FROM pg_catalog.pg_stat_activity a WHERE a.pid = """
 """The start of a query for `describe_session`; a pid must follow."""
 

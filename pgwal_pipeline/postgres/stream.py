@@ -10,7 +10,7 @@ import struct
 import termios
 import time
 from array import array
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import repeat
 from types import TracebackType
 from typing import Self
@@ -35,6 +35,7 @@ _STATUS_UPDATE = struct.Struct(">cQQQqB")
 _POSTGRES_EPOCH = 946_684_800  # 2000-01-01 in Unix time, seconds
 
 _LONGEST_INTERVAL = 10.0  # seconds between two status updates
+_LEAST_INTERVAL = 0.1  # the same, for a server that asks again at every answer, as one does that would shut down
 _LEAST_SILENCE = 60.0  # seconds without a sign of the server before its state is looked up
 _LINGER = 0.02  # seconds without a message after which a read gives what it has
 
@@ -74,6 +75,7 @@ class ReplicationStream:
         self._failure: PgwalError | None = None
         now = time.monotonic()
         self._due = now + self._interval
+        self._told = 0.0
         self._heard = now
         self._looked = now
         pgconn.notice_handler = self._notice
@@ -113,7 +115,7 @@ class ReplicationStream:
         return self._confirmed
 
     def read(self, max_bytes: int, timeout: float) -> list[memoryview]:
-        """The next messages, each with its header of `HEADER_BYTES`; an empty list when `timeout` seconds brought none.
+        """The next messages, each with its header of `HEADER_BYTES`; an empty list where none came.
 
         Gives what it has once that is `max_bytes` or 20,000 messages, when `timeout` is over, or when nothing more has come for a moment,
         be it only a keepalive that moved `server_position`. Answers the server meanwhile. Raises SourceUnavailable when the stream ends or
@@ -146,6 +148,8 @@ class ReplicationStream:
                         break
                 else:
                     length = 1
+                if length < 0:
+                    raise self._end(None)
                 now = time.monotonic()
                 if size > had:
                     self._heard = now
@@ -153,8 +157,6 @@ class ReplicationStream:
                     self._report(ask=now - self._heard >= self._interval)
                 if length > 0 or now >= deadline:
                     return messages
-                if length < 0:
-                    raise self._end(None)
                 if self._warning is not None:
                     raise self._missing_publication()
                 if not self._more_at_hand(size - had):
@@ -217,8 +219,10 @@ class ReplicationStream:
             return
         self._heard = time.monotonic()
         self._server_position = max(self._server_position, position)
-        if answer:
+        if answer and self._heard - self._told >= _LEAST_INTERVAL:
             self._report(ask=False)
+        elif answer:
+            self._due = min(self._due, self._told + _LEAST_INTERVAL)
 
     def _tell(self, *, ask: bool) -> None:
         if self._failure is not None:
@@ -235,7 +239,8 @@ class ReplicationStream:
         self._pgconn.put_copy_data(update)
         # What the socket does not take now (its peer takes nothing) goes out with the next update.
         self._pgconn.flush()
-        self._due = time.monotonic() + self._interval
+        self._told = time.monotonic()
+        self._due = self._told + self._interval
 
     def _notice(self, result: PGresult) -> None:
         """From 18 on a publication that is missing at a point of the WAL is a warning, and its changes are left out."""
@@ -246,22 +251,20 @@ class ReplicationStream:
         return self._fail(
             SlotLost(
                 f"Publication {self._publication} is missing at a point of the WAL that slot {self._slot} has still to read: it was "
-                f"dropped, or made after the slot, and the changes there are in no stream. Run `pgwal resnapshot --all` to read every table again."
+                f"dropped, or made after the slot, and the changes there are in no stream. Run `pgwal resnapshot --all` to read every table "
+                f"again."
             )
         )
 
     def _end(self, error: psycopg.Error | None) -> PgwalError:
         """What to raise now that no more messages can be had; the server's last words come before libpq's `error`."""
-        try:
-            length = 1
-            while length > 0:
-                length, _ = self._pgconn.get_copy_data(1)
-            if length < 0:
-                result = self._pgconn.get_result()
-                if result is not None and result.status == ExecStatus.FATAL_ERROR:
-                    error = errors.error_from_result(result)
-        except psycopg.Error as last:
-            error = error or last
+        with suppress(psycopg.Error):
+            while self._pgconn.get_copy_data(1)[0] > 0:
+                pass
+        result = self._pgconn.get_result()
+        if result is not None and result.status == ExecStatus.FATAL_ERROR:
+            said = errors.error_from_result(result)
+            error = said if said.sqlstate or error is None else error
         if error is None:
             return self._fail(
                 SourceUnavailable(
