@@ -109,7 +109,7 @@ def _names(block: Block, marks: _Marks) -> tuple[pa.Array, Ints, pa.Array, Ints]
     """For marked cells in the order of their rows: the columns' names, each row's bounds, which rows have none, and the order itself."""
     rows = np.concatenate(marks.rows)
     columns = np.repeat(marks.columns, [len(some) for some in marks.rows])
-    order = np.argsort(rows, kind="stable")
+    order = np.lexsort([columns, rows])
     names = pa.array(block.names, pa.string()).take(pa.array(columns[order]))
     counts = np.bincount(rows, minlength=len(block.first))
     return names, offsets_of(counts), pa.array(counts == 0), order

@@ -76,13 +76,13 @@ class Frames:
         return 0
 
 
-def join(parts: Sequence[bytes | memoryview], limit: int = PORTION) -> Iterator[Frames]:
-    """Lay `parts` end to end in as many buffers as it takes with at most `limit` bytes each; a longer one has a buffer of its own."""
+def join(parts: Sequence[bytes | memoryview]) -> Iterator[Frames]:
+    """Lay `parts` end to end in as many buffers as it takes with at most PORTION bytes each; a longer one has a buffer of its own."""
     lengths = np.fromiter(map(len, parts), np.int64, len(parts))
     through = np.cumsum(lengths)
     first, before = 0, 0
     while first < len(parts):
-        last = max(int(np.searchsorted(through, before + limit, "right")), first + 1)
+        last = max(int(np.searchsorted(through, before + PORTION, "right")), first + 1)
         yield _joined(parts if last - first == len(parts) else parts[first:last], lengths[first:last])
         first, before = last, int(through[last - 1])
 
