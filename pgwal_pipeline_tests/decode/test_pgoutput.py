@@ -48,7 +48,7 @@ def test_a_payload_is_one_whole_message_and_no_more(parse, payload: bytes) -> No
     for size in range(len(payload)):
         with pytest.raises(ValueError):
             parse(payload[:size])
-    with pytest.raises(ValueError, match="follow where it should end|as long as"):
+    with pytest.raises(ValueError, match=r"follow where it should end|as long as"):
         parse(payload + b"\0")
     with pytest.raises(ValueError, match="kind"):
         parse(b"X" + payload[1:])
@@ -59,5 +59,5 @@ def test_what_cannot_be() -> None:
         pgoutput.parse_relation(RELATION.replace(b"ms\0d", b"ms\0x"))
     with pytest.raises(ValueError, match="UTF-8"):
         pgoutput.parse_type(b"Y" + struct.pack(">I", 77) + b"sh\xffp\0mood\0")
-    with pytest.raises(ValueError, match="too early|as long as"):
+    with pytest.raises(ValueError, match=r"too early|as long as"):
         pgoutput.parse_truncate(b"T" + struct.pack(">IB", 0xFFFFFFFF, 0))
