@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ def dagster_home() -> Path:
     home = Path(os.environ.get("DAGSTER_HOME") or ".dagster").absolute()
     os.environ["DAGSTER_HOME"] = str(home)
     home.mkdir(parents=True, exist_ok=True)
+    configuration = home / "dagster.yaml"
+    if not configuration.exists():
+        configuration.write_bytes((files("pgwal_pipeline") / "instance.yaml").read_bytes())
     return home
 
 

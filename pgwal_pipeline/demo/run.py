@@ -44,7 +44,7 @@ _SETTINGS = {
     "PGWAL_MEMORY_BUDGET": "64MB",
 }
 _POSTGRES_SETTINGS = {"max_slot_wal_keep_size": "4GB", "max_wal_size": "512MB", "shared_buffers": "64MB", "jit": "off"}
-_INSTANCE = Path(__file__).with_name("dagster.yaml")
+_INSTANCE = Path(__file__).parents[1] / "instance.yaml"
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _STATUS_EVERY = 60.0
 _PATIENCE = 120.0  # seconds without a first publish before a word is said about it

@@ -69,6 +69,8 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
         stack.enter_context(slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout))
         conn = stack.enter_context(connect(settings.dsn))
         attached = attach(settings, conn, warn=warn)
+        for table, reason in sorted(attached.skipped.items()):
+            warn(f"Table {table} is left out: {reason}.")
         reports = [window_report(window) for window in recover(lake, ledger)]
         frontier = ledger.frontier()
         assert frontier is not None

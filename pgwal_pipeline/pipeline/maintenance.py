@@ -1,0 +1,100 @@
+"""Maintenance: raw is cut to what may still be needed, small files are joined, and files that nobody reads any more are removed."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.lake import current
+from pgwal_pipeline.lake import maintenance as lakes
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Ledger
+from pgwal_pipeline.progress import Progress
+from pgwal_pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_SHORTEST_HISTORY = timedelta(days=1)  # for readers of a version that is not the newest
+
+
+@dataclass(frozen=True, slots=True)
+class MaintenanceReport:
+    """What one maintenance did. `removed_keys` are the windows that raw has no longer, `oldest_key` is the oldest that it still has.
+
+    `files` counts, by what was done (`pruned`, `joined`, `removed`), the files that there are fewer; `seconds` is by the same words and
+    `current`.
+    """
+
+    removed_keys: tuple[str, ...]
+    oldest_key: str | None
+    files: dict[str, int]
+    optimized: int
+    warnings: tuple[str, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The maintenance as its run carries it."""
+        return {
+            "maintenance": {"removed_keys": list(self.removed_keys), "files": self.files, "optimized": self.optimized},
+            "warnings": list(self.warnings),
+        }
+
+
+def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *, progress: Progress) -> MaintenanceReport:
+    """Prune raw windows that are older than PGWAL_RAW_RETENTION, published, and needed by no table; then tidy up every table's files.
+
+    Versions of `current` can be read for as long as raw is kept, and for a day at least. A `current` table that cannot be tidied up now is
+    warned of and left. Not to be run beside a publish. Raises LakeError.
+    """
+    lake = Lake(settings.lake)
+    ledger = Ledger(lake)
+    history = max(timedelta(seconds=settings.raw_retention), _SHORTEST_HISTORY)
+    retained_from = datetime.now(UTC) - timedelta(seconds=settings.raw_retention)
+    publish = ledger.publish()
+    seconds: dict[str, float] = {}
+
+    started = time.perf_counter()
+    pruned = lakes.Pruned((), 0) if publish is None else lakes.prune_raw(lake, ledger, retained_from, publish.lsn)
+    lakes.forget(lake, ledger, datetime.now(UTC) - history)
+    seconds["pruned"] = time.perf_counter() - started
+    progress.say(f"Pruned {len(pruned.keys)} windows.")
+
+    started = time.perf_counter()
+    joined = lakes.compact(lake, ledger.tables())
+    seconds["joined"] = time.perf_counter() - started
+    started = time.perf_counter()
+    removed = lakes.vacuum(lake, ledger)
+    seconds["removed"] = time.perf_counter() - started
+    progress.say(f"There are {joined} files fewer after joining small ones; {removed} that nothing needs any more are removed.")
+
+    started = time.perf_counter()
+    paths = sorted(pointer.path for pointer in publish.tables.values()) if publish is not None else []
+    warnings = _tidy_current(spark_factory(), paths, history, progress) if paths else []
+    seconds["current"] = time.perf_counter() - started
+    kept = [window.key for window in ledger.windows() if window.state != "pruned"]
+    return MaintenanceReport(
+        removed_keys=pruned.keys,
+        oldest_key=min(kept, default=None),
+        files={"pruned": pruned.files, "joined": joined, "removed": removed},
+        optimized=len(paths) - len(warnings),
+        warnings=tuple(warnings),
+        seconds=seconds,
+    )
+
+
+def _tidy_current(spark: "SparkSession", paths: list[str], history: timedelta, progress: Progress) -> list[str]:
+    """Optimize and vacuum the `current` tables at `paths`; the sentences about those that it could not do now."""
+    warnings = []
+    for done, path in enumerate(paths, 1):
+        try:
+            current.optimize(spark, path)
+            current.vacuum(spark, path, math.ceil(history.total_seconds() / 3600))
+        except PgwalError as error:
+            warnings.append(str(error))
+            progress.warn(str(error))
+        progress.stage("maintenance of current", done, len(paths), "tables")
+    return warnings
