@@ -17,6 +17,9 @@ from pgwal_pipeline.errors import PgwalError
 _START_SECONDS = 180.0
 _ACTIVE = ("QUEUED", "NOT_STARTED", "STARTING", "STARTED", "CANCELING")
 
+_WORKSPACE = """load_from:
+  - python_module: {module_name: pgwal_pipeline.definitions, location_name: pgwal_pipeline}
+"""
 _LOCATIONS = """{ workspaceOrError { ... on Workspace { locationEntries {
     name loadStatus locationOrLoadError { __typename ... on PythonError { message } }
 } } } }"""
@@ -61,8 +64,10 @@ class DagsterUi:
         self.address = f"http://127.0.0.1:{port}"
         self.log_file = log_file
         self._started_at = time.time()
-        command = [sys.executable, "-m", "dagster", "dev", "-m", "pgwal_pipeline.definitions", "-h", "127.0.0.1", "-p", str(port)]
-        self.program = Program("Dagster", [*command, "--log-format", "rich"], environment, log_file, folder)
+        workspace = folder / "workspace.yaml"
+        workspace.write_text(_WORKSPACE)
+        command = [sys.executable, "-m", "dagster", "dev", "-w", str(workspace), "-h", "127.0.0.1", "-p", str(port)]
+        self.program = Program("Dagster", command, environment, log_file, folder)
 
     def await_answer(self) -> None:
         """Wait until the UI answers and the code location is loaded. Raises PgwalError when it does not load, or not in time."""
