@@ -71,7 +71,7 @@ def build_health_check(source: CdcSource) -> dg.AssetChecksDefinition:
     def slot_health(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
         step = context.op_execution_context
         slot = slot_of(step, source)
-        with at_work(step):
+        with at_work(step, {}):
             first = slot.flushed()
             time.sleep(_RATE_SECONDS)
             reading = slot.lag()
@@ -98,7 +98,6 @@ def build_verify(source: CdcSource) -> dg.AssetChecksDefinition | dg.OpDefinitio
             required_resource_keys=resources,
             config_schema=_TABLES,
             retry_policy=RETRIES,
-            pool=source.pool,
         )
         def verify_unknown(context: dg.OpExecutionContext) -> None:
             _verify(context, source, _chosen(context.op_config["tables"]))
@@ -125,11 +124,13 @@ def build_verify(source: CdcSource) -> dg.AssetChecksDefinition | dg.OpDefinitio
         required_resource_keys=resources,
         config_schema=_TABLES,
         retry_policy=RETRIES,
-        pool=source.pool,
     )
     def verify_current(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
         selected = context.selected_asset_check_keys
         step = context.op_execution_context
+        if step.run.asset_selection:
+            step.log.info("Not compared: reading whole tables of the source is for the verify job, or for checks run by themselves.")
+            return
         tables = _chosen(step.op_config["tables"])
         if tables is None and len(selected) < len(source.tables):
             tables = [known.table for known in source.tables if _check_key(source, known.table) in selected]
@@ -158,7 +159,7 @@ def _chosen(names: list[str]) -> list[TableName] | None:
 def _verify(context: StepContext, source: CdcSource, tables: list[TableName] | None) -> VerifyReport:
     from pgwal_pipeline.pipeline.verify import verify
 
-    with at_work(context):
+    with at_work(context, source.slot_tags):
         report = verify(slot_of(context, source).settings, session_of(context, source), tables, progress=progress.for_run(context.log))
     part: dict[str, Any] = {"verify": report.to_json()}
     if report.drain is not None:

@@ -32,7 +32,6 @@ def build_publish(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
             required_resource_keys=resources,
             ins={"drained": dg.In(dg.Nothing)},
             retry_policy=RETRIES,
-            pool=source.pool,
         )
         def publish_unknown(context: dg.OpExecutionContext) -> None:
             _publish(context, source, None)
@@ -57,7 +56,6 @@ def build_publish(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
         can_subset=True,
         required_resource_keys=resources,
         retry_policy=RETRIES,
-        pool=source.pool,
     )
     def publish_current(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult | dg.AssetCheckResult]:
         selected = context.selected_asset_keys
@@ -73,7 +71,7 @@ def _publish(context: StepContext, source: CdcSource, tables: Iterable[TableName
     from pgwal_pipeline.pipeline.publish import publish
 
     chosen = None if tables is None else frozenset(tables)
-    with at_work(context):
+    with at_work(context, source.slot_tags):
         report = publish(
             slot_of(context, source).settings, session_of(context, source), tables=chosen, progress=progress.for_run(context.log)
         )

@@ -1,6 +1,6 @@
 """What a step does when the pipeline cannot go on: tried again where that may help, else one clear sentence."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import dagster as dg
@@ -13,13 +13,13 @@ RETRIES = dg.RetryPolicy(max_retries=2, delay=2, backoff=dg.Backoff.EXPONENTIAL,
 
 
 @contextmanager
-def at_work(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> Iterator[None]:
-    """Do a step's work: note which process does it, and turn a PgwalError into a Failure with its sentence.
+def at_work(context: dg.AssetExecutionContext | dg.OpExecutionContext, tags: Mapping[str, str]) -> Iterator[None]:
+    """Do a step's work: tag its run with the process that does it and with `tags`, and turn a PgwalError into a Failure with its sentence.
 
-    Only a passing error is retried; a busy slot was waited for already (PGWAL_BUSY_TIMEOUT), so that is not. The PgwalError is the
-    Failure's cause.
+    A run from the asset graph has none of its job's tags, without which nobody would see that it holds the slot. Only a passing error is
+    retried; a busy slot was waited for already (PGWAL_BUSY_TIMEOUT), so that is not. The PgwalError is the Failure's cause.
     """
-    context.instance.add_run_tags(context.run.run_id, process_tags())
+    context.instance.add_run_tags(context.run.run_id, {**process_tags(), **tags})
     try:
         yield
     except PgwalError as error:

@@ -51,10 +51,13 @@ def build_jobs(source: CdcSource) -> tuple[Jobs, list[dg.AssetsDefinition]]:
         and isinstance(publish, dg.AssetsDefinition)
         and isinstance(verify, dg.AssetsDefinition)
     ):
+        raw = dg.AssetSelection.assets(*drain.keys)
+        # Its own checks only: the comparison with the source is for the job that asks for it.
+        current = dg.AssetSelection.assets(*publish.keys).without_checks() | dg.AssetSelection.checks(*publish.check_keys)
         jobs = Jobs(
-            sync=_assets_job(source, "sync", _SYNC, source.slot_tags, dg.AssetSelection.assets(*drain.keys, *publish.keys)),
-            drain=_assets_job(source, "drain", _DRAIN, source.slot_tags, dg.AssetSelection.assets(*drain.keys)),
-            publish=_assets_job(source, "publish", _PUBLISH, source.slot_tags, dg.AssetSelection.assets(*publish.keys)),
+            sync=_assets_job(source, "sync", _SYNC, source.slot_tags, raw | current),
+            drain=_assets_job(source, "drain", _DRAIN, source.slot_tags, raw),
+            publish=_assets_job(source, "publish", _PUBLISH, source.slot_tags, current),
             snapshot=_assets_job(source, "snapshot", _SNAPSHOT, source.snapshot_tags, dg.AssetSelection.assets(*snapshots.keys)),
             verify=_assets_job(
                 source, "verify", _VERIFY, source.slot_tags, dg.AssetSelection.checks(*verify.check_keys, *health.check_keys)

@@ -22,13 +22,12 @@ def build_maintenance(source: CdcSource) -> dg.OpDefinition:
         description="Compacts and vacuums the lake, prunes raw windows past PGWAL_RAW_RETENTION with their partitions, deletes old runs.",
         required_resource_keys={source.slot_key, source.spark_key},
         retry_policy=RETRIES,
-        pool=source.pool,
     )
     def maintain_lake(context: dg.OpExecutionContext) -> None:
         from pgwal_pipeline.pipeline.maintenance import maintain
 
         settings = slot_of(context, source).settings
-        with at_work(context):
+        with at_work(context, source.slot_tags):
             report = maintain(settings, session_of(context, source), progress=progress.for_run(context.log))
         for key in report.removed_keys:
             context.instance.delete_dynamic_partition(source.windows_name, key)

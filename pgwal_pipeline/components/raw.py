@@ -34,7 +34,6 @@ def build_drain(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
             required_resource_keys={source.slot_key},
             out=dg.Out(dg.Nothing),
             retry_policy=RETRIES,
-            pool=source.pool,
         )
         def drain_unknown(context: dg.OpExecutionContext) -> None:
             _drain_and_report(context, source)
@@ -50,7 +49,6 @@ def build_drain(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
         partitions_def=source.windows,
         required_resource_keys={source.slot_key},
         retry_policy=RETRIES,
-        pool=source.pool,
     )
     def drain_wal(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult]:
         window = _drain_and_report(context, source)
@@ -67,7 +65,7 @@ def _drain_and_report(context: StepContext, source: CdcSource) -> WindowReport |
     """
     key = context.partition_key
     slot = slot_of(context, source)
-    with at_work(context):
+    with at_work(context, source.slot_tags):
         report, look = _drain(context, slot, key)
     report_windows(context, source, report, own_key=key)
     hint_unknown(context, source, report.tables)

@@ -53,6 +53,8 @@ def look_again(looks: Sequence[Look], reading: LagReading, now: float) -> tuple[
     Counted from the newest look that is read by now; without any, from the first one.
     """
     confirmed = reading.confirmed_flush_lsn if reading.confirmed_flush_lsn is not None else -1
+    if reading.insert_lsn <= confirmed:
+        return (Look(reading.snapshot, reading.insert_lsn, now),), None
     read = [look for look in looks if look.insert_lsn <= confirmed][-1:]
     if read and read[0].snapshot == reading.snapshot:
         return (replace(read[0], at=now),), None

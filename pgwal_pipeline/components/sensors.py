@@ -10,6 +10,7 @@ import dagster as dg
 from pgwal_pipeline.asset_specs import HEALTH_CHECK
 from pgwal_pipeline.components.checks import Verdict, judge_health
 from pgwal_pipeline.components.jobs import Jobs
+from pgwal_pipeline.components.processes import end_dead_runs
 from pgwal_pipeline.components.requests import Look, busy, look_again, look_of_last_drain, pausing, what_is_due, window_to_drain
 from pgwal_pipeline.components.source import SLOT_TAG, SNAPSHOT_TAG, CdcSource
 from pgwal_pipeline.errors import PgwalError
@@ -18,6 +19,7 @@ from pgwal_pipeline.pipeline.reports import LagReading
 if TYPE_CHECKING:
     from pgwal_pipeline.components.resources import ReplicationSlot
 
+_NAMES_SHOWN = 10
 _REPORT_SECONDS = 300.0  # between two reports on a slot whose verdict stays the same
 
 
@@ -42,8 +44,9 @@ class LagCursor:
     def parse(cls, text: str | None) -> "LagCursor":
         """The cursor as `dump` wrote it; a fresh one for none, or one of another version."""
         try:
-            values = json.loads(text or "{}")
-            return cls(**values | {"looks": tuple(Look(**look) for look in values.get("looks", ()))})
+            values: dict[str, Any] = dict(json.loads(text or "{}"))
+            values["looks"] = tuple(Look(**look) for look in values.get("looks", ()))
+            return cls(**values)
         except (ValueError, TypeError):
             return cls()
 
@@ -53,53 +56,57 @@ class LagCursor:
 
 
 def build_lag_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:
-    """The sensor `wal_lag`: asks for a sync when the lag or its age passes its bound, for a publish when only that is due.
-
-    It never asks while a run works on the slot, pauses after failures, and says why it does nothing. It also reports the slot's health.
-    """
-    interval = max(5, min(30, round(source.settings.max_staleness / 3)))
+    """The sensor `wal_lag`: see `look_at_lag`."""
 
     @dg.sensor(
         name=source.named("wal_lag"),
         description="Asks for a sync when the slot lags behind by PGWAL_LAG_THRESHOLD, or a commit is unread for PGWAL_MAX_STALENESS.",
         jobs=[jobs.sync, jobs.publish],
-        minimum_interval_seconds=interval,
+        minimum_interval_seconds=max(5, min(30, round(source.settings.max_staleness / 3))),
         default_status=dg.DefaultSensorStatus.RUNNING,
         required_resource_keys={source.slot_key},
     )
     def wal_lag(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        slot: ReplicationSlot = getattr(context.resources, source.slot_key)
-        cursor = LagCursor.parse(context.cursor)
-        try:
-            settings = slot.settings
-            reading = slot.lag()
-        except PgwalError as error:
-            return dg.SensorResult(skip_reason=str(error), cursor=cursor.dump())
-        now = time.time()
-        looks, unread = look_again(cursor.looks or _first_look(context.instance, source), reading, now)
-        due = what_is_due(reading, unread, settings)
-        # Late: it has waited for so much longer than it may that nobody can be keeping up with the source.
-        late = not reading.slot_exists or (unread or 0.0) > 2 * settings.max_staleness + 60.0
-        events, cursor = _report_slot(source, reading, replace(cursor, looks=looks), now, late=late)
-        held = _held_up(context.instance, source, jobs) if due.job is not None else None
-        if due.job is None or held is not None:
-            return dg.SensorResult(skip_reason=f"{due.reason} {held or ''}".strip(), cursor=cursor.dump(), asset_events=events)
-        cursor = replace(cursor, attempt=cursor.attempt + 1)
-        if due.job == "publish":
-            request = dg.RunRequest(job_name=jobs.publish.name, run_key=f"publish#{cursor.attempt}")
-            return dg.SensorResult(run_requests=[request], cursor=cursor.dump(), asset_events=events)
-        key = window_to_drain(reading, cursor.key)
-        if key is None:
-            return dg.SensorResult(skip_reason=f"{due.reason} Nothing of it is flushed yet.", cursor=cursor.dump(), asset_events=events)
-        cursor = replace(cursor, key=key)
-        return dg.SensorResult(
-            run_requests=[dg.RunRequest(job_name=jobs.sync.name, partition_key=key, run_key=f"{key}#{cursor.attempt}")],
-            dynamic_partitions_requests=[source.windows.build_add_request([key])],
-            cursor=cursor.dump(),
-            asset_events=events,
-        )
+        return look_at_lag(context, source, jobs, getattr(context.resources, source.slot_key))
 
     return wal_lag
+
+
+def look_at_lag(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> dg.SensorResult:
+    """Ask for a sync when the lag or its age passes its bound, for a publish when only that is due; report the slot's health.
+
+    Nothing is asked for while a run works on the slot or failures ask for a pause; the reason for doing nothing is always given.
+    """
+    cursor = LagCursor.parse(context.cursor)
+    # At every tick, whatever is due: runs that somebody else asked for wait for them in the queue.
+    end_dead_runs(context.instance, [(SLOT_TAG, source.tag), (SNAPSHOT_TAG, source.tag)])
+    try:
+        settings = slot.settings
+        reading = slot.lag()
+    except PgwalError as error:
+        return dg.SensorResult(skip_reason=str(error), cursor=cursor.dump())
+    now = time.time()
+    looks, unread = look_again(cursor.looks or _first_look(context.instance, source), reading, now)
+    due = what_is_due(reading, unread, settings)
+    # Late: it has waited for so much longer than it may that nobody can be keeping up with the source.
+    late = not reading.slot_exists or (unread or 0.0) > 2 * settings.max_staleness + 60.0
+    events, cursor = _report_slot(source, reading, replace(cursor, looks=looks), now, late=late)
+    held = _held_up(context.instance, source, jobs) if due.job is not None else None
+    if due.job is None or held is not None:
+        return dg.SensorResult(skip_reason=f"{due.reason} {held or ''}".strip(), cursor=cursor.dump(), asset_events=events)
+    cursor = replace(cursor, attempt=cursor.attempt + 1)
+    if due.job == "publish":
+        request = dg.RunRequest(job_name=jobs.publish.name, run_key=f"publish#{cursor.attempt}")
+        return dg.SensorResult(run_requests=[request], cursor=cursor.dump(), asset_events=events)
+    key = window_to_drain(reading, cursor.key)
+    if key is None:
+        return dg.SensorResult(skip_reason=f"{due.reason} Nothing of it is flushed yet.", cursor=cursor.dump(), asset_events=events)
+    return dg.SensorResult(
+        run_requests=[dg.RunRequest(job_name=jobs.sync.name, partition_key=key, run_key=f"{key}#{cursor.attempt}")],
+        dynamic_partitions_requests=[source.windows.build_add_request([key])],
+        cursor=replace(cursor, key=key).dump(),
+        asset_events=events,
+    )
 
 
 def _held_up(instance: dg.DagsterInstance, source: CdcSource, jobs: Jobs) -> str | None:
@@ -143,7 +150,7 @@ def _evaluation(source: CdcSource, verdict: Verdict) -> dg.AssetCheckEvaluation:
 
 
 def build_new_table_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:
-    """The sensor `new_tables`: asks for a snapshot while there are tables in the publication that are not read whole yet."""
+    """The sensor `new_tables`: see `look_for_new_tables`."""
 
     @dg.sensor(
         name=source.named("new_tables"),
@@ -154,26 +161,27 @@ def build_new_table_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition
         required_resource_keys={source.slot_key},
     )
     def new_tables(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        slot: ReplicationSlot = getattr(context.resources, source.slot_key)
-        attempt = int(context.cursor or 0)
-        try:
-            waiting = slot.needs_snapshot()
-            if not waiting:
-                return dg.SensorResult(skip_reason="Every table of the publication has been read.")
-            held = busy(context.instance, SNAPSHOT_TAG, source.tag) or pausing(
-                context.instance, SNAPSHOT_TAG, source.tag, {jobs.snapshot.name}
-            )
-            if held is None:
-                slot.flushed()
-        except PgwalError as error:
-            return dg.SensorResult(skip_reason=str(error))
-        names = ", ".join(map(str, waiting[:10])) + (", …" if len(waiting) > 10 else "")
-        if held is not None:
-            return dg.SensorResult(skip_reason=f"To be read: {names}. {held}")
-        context.log.info(f"To be read: {names}.")
-        return dg.SensorResult(run_requests=[dg.RunRequest(run_key=f"snapshot#{attempt + 1}")], cursor=str(attempt + 1))
+        return look_for_new_tables(context, source, jobs, getattr(context.resources, source.slot_key))
 
     return new_tables
+
+
+def look_for_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> dg.SensorResult:
+    """Ask for a snapshot while tables of the publication are not read whole yet, one at a time, with pauses after failures."""
+    attempt = int(context.cursor or 0)
+    try:
+        waiting = slot.needs_snapshot()
+        if not waiting:
+            return dg.SensorResult(skip_reason="Every table of the publication has been read.")
+        held = busy(context.instance, SNAPSHOT_TAG, source.tag) or pausing(context.instance, SNAPSHOT_TAG, source.tag, {jobs.snapshot.name})
+        if held is None:
+            slot.flushed()
+    except PgwalError as error:
+        return dg.SensorResult(skip_reason=str(error))
+    names = ", ".join(map(str, waiting[:_NAMES_SHOWN])) + (", …" if len(waiting) > _NAMES_SHOWN else "")
+    if held is not None:
+        return dg.SensorResult(skip_reason=f"To be read: {names}. {held}")
+    return dg.SensorResult(run_requests=[dg.RunRequest(run_key=f"snapshot#{attempt + 1}")], cursor=str(attempt + 1))
 
 
 def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition]:
@@ -188,19 +196,7 @@ def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition
         required_resource_keys={source.slot_key},
     )
     def hourly_sync(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-        slot: ReplicationSlot = getattr(context.resources, source.slot_key)
-        try:
-            reading = slot.lag()
-        except PgwalError as error:
-            return dg.SkipReason(str(error))
-        if reading.slot_exists and look_again(_first_look(context.instance, source), reading, time.time())[1] is None:
-            return dg.SkipReason("Nothing is unread.")
-        held = busy(context.instance, SLOT_TAG, source.tag)
-        key = window_to_drain(reading)
-        if held is not None or key is None:
-            return dg.SkipReason(held or "Nothing is flushed yet.")
-        context.instance.add_dynamic_partitions(source.windows_name, [key])
-        return dg.RunRequest(partition_key=key)
+        return look_each_hour(context.instance, source, getattr(context.resources, source.slot_key))
 
     @dg.schedule(
         name=source.named("nightly_maintenance"),
@@ -213,3 +209,19 @@ def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition
         return dg.RunRequest()
 
     return [hourly_sync, nightly_maintenance]
+
+
+def look_each_hour(instance: dg.DagsterInstance, source: CdcSource, slot: "ReplicationSlot") -> dg.RunRequest | dg.SkipReason:
+    """Ask for a sync of what is unread; the window's partition is made here, since a schedule's tick cannot ask for it."""
+    try:
+        reading = slot.lag()
+    except PgwalError as error:
+        return dg.SkipReason(str(error))
+    if reading.slot_exists and look_again(_first_look(instance, source), reading, time.time())[1] is None:
+        return dg.SkipReason("Nothing is unread.")
+    held = busy(instance, SLOT_TAG, source.tag)
+    key = window_to_drain(reading)
+    if held is not None or key is None:
+        return dg.SkipReason(held or "Nothing is flushed yet.")
+    instance.add_dynamic_partitions(source.windows_name, [key])
+    return dg.RunRequest(partition_key=key)

@@ -74,7 +74,7 @@ def _snapshot(context: StepContext, source: CdcSource, tables: tuple[TableName, 
     """Read `tables` again, or those that need it where none are named, and leave the numbers on the slot."""
     from pgwal_pipeline.pipeline.snapshot import snapshot
 
-    with at_work(context):
+    with at_work(context, source.snapshot_tags):
         reports = snapshot(slot_of(context, source).settings, tables or None, progress=progress.for_run(context.log))
     joined = snapshots_json(reports)
     observe_slot(

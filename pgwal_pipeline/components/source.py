@@ -66,11 +66,6 @@ class CdcSource:
         return self.named("spark")
 
     @property
-    def pool(self) -> str:
-        """The pool of everything that reads the slot or writes what is read from it."""
-        return f"pgwal_{self.tag}"
-
-    @property
     def tag(self) -> str:
         """The value of this source's run tags."""
         return f"{self.name}.{self.settings.slot}" if self.name else self.settings.slot

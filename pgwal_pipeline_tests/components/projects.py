@@ -1,0 +1,47 @@
+"""Dagster projects in a folder, made of this project's component, for tests that need other definitions than ours."""
+
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import yaml
+
+from pgwal_pipeline.known_tables import KnownColumn, KnownTable
+from pgwal_pipeline.relation import TableName
+
+PROJECT = """
+[tool.dg]
+directory_type = "project"
+[tool.dg.project]
+root_module = "{module}"
+"""
+
+
+@contextmanager
+def project(folder: Path, sources: Mapping[str, Mapping[str, Any]]) -> Iterator[dg.Definitions]:
+    """Definitions of a project with one component for each of `sources`: the folder's name and the component's attributes."""
+    module = f"project_{uuid.uuid4().hex}"
+    package = folder / module
+    for name, attributes in sources.items():
+        (package / "defs" / name).mkdir(parents=True)
+        component = {"type": "pgwal_pipeline.components.PostgresCdcComponent", "attributes": dict(attributes)}
+        (package / "defs" / name / "defs.yaml").write_text(yaml.safe_dump(component))
+    for made in (package, package / "defs"):
+        (made / "__init__.py").touch()
+    (folder / "pyproject.toml").write_text(PROJECT.format(module=module))
+    sys.path.insert(0, str(folder))
+    try:
+        yield dg.load_from_defs_folder(path_within_project=package)
+    finally:
+        sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:
+            del sys.modules[name]
+
+
+def table(text: str, *columns: str, key: tuple[str, ...] = ("id",)) -> KnownTable:
+    """A known table called `text` with integer columns: `id` and those named."""
+    return KnownTable(TableName.parse(text), tuple(KnownColumn(name, "integer", "integer") for name in ("id", *columns)), key)

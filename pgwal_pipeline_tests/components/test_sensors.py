@@ -1,0 +1,278 @@
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import dagster as dg
+import pytest
+
+from pgwal_pipeline.asset_specs import AssetNames, AssetSpecs
+from pgwal_pipeline.components.jobs import Jobs, build_jobs
+from pgwal_pipeline.components.requests import LOOK
+from pgwal_pipeline.components.resources import ReplicationSlot
+from pgwal_pipeline.components.sensors import look_at_lag, look_each_hour, look_for_new_tables
+from pgwal_pipeline.components.source import CdcSource
+from pgwal_pipeline.errors import SourceUnavailable
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.pipeline.reports import LagReading
+from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests.components.projects import table
+
+SLOT = dg.AssetKey(["slot", "pgwal"])
+START = LagReading(
+    slot_exists=True, lag_bytes=0, confirmed_flush_lsn=0x1000, flush_lsn=0x1000, insert_lsn=0x1000, snapshot="7:7:", wal_status="reserved"
+)
+
+
+@dataclass
+class FakeSlot:
+    """Stands for the ReplicationSlot resource: readings that the test chooses."""
+
+    settings: Settings
+    reading: LagReading = START
+    away: bool = False
+    waiting: tuple[TableName, ...] = ()
+    asked: list[str] = field(default_factory=list)
+
+    def lag(self) -> LagReading:
+        if self.away:
+            raise SourceUnavailable("The source me@there:5432/db cannot be reached.")
+        return self.reading
+
+    def flushed(self) -> int:
+        return self.lag().flush_lsn
+
+    def needs_snapshot(self) -> tuple[TableName, ...]:
+        return self.waiting
+
+    def writes(self, size: int = 8) -> None:
+        """The source commits a transaction of `size` bytes of WAL."""
+        was = self.reading
+        xid = int(was.snapshot.split(":")[0]) + 1
+        end = was.flush_lsn + size
+        self.reading = replace(was, flush_lsn=end, insert_lsn=end, lag_bytes=was.lag_bytes + size, snapshot=f"{xid}:{xid}:")
+
+    def is_drained(self, end: int) -> None:
+        self.reading = replace(self.reading, confirmed_flush_lsn=end, lag_bytes=self.reading.flush_lsn - end)
+
+
+@pytest.fixture
+def instance() -> Iterator[dg.DagsterInstance]:
+    with dg.instance_for_test() as instance:
+        yield instance
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> CdcSource:
+    settings = Settings(lake=str(tmp_path), lag_threshold=1000, max_staleness=60)
+    return CdcSource("", settings, AssetSpecs(AssetNames("pgwal"), Lake(settings.lake)), (table("public.orders"),))
+
+
+@pytest.fixture
+def slot(source: CdcSource) -> FakeSlot:
+    return FakeSlot(source.settings)
+
+
+Look = Callable[[dg.SensorEvaluationContext, CdcSource, Jobs, ReplicationSlot], dg.SensorResult]
+
+
+class Ticks:
+    """A sensor ticking by a clock of the test's own, as the daemon would let it: with the cursor that it left."""
+
+    def __init__(
+        self, look: Look, source: CdcSource, instance: dg.DagsterInstance, slot: FakeSlot, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.look, self.source, self.instance, self.slot = look, source, instance, slot
+        self.jobs, _ = build_jobs(source)
+        self.cursor: str | None = None
+        self.now = 1_800_000_000.0
+        monkeypatch.setattr("pgwal_pipeline.components.sensors.time", SimpleNamespace(time=lambda: self.now))
+
+    def __call__(self, after: float = 10.0) -> dg.SensorResult:
+        self.now += after
+        context = dg.build_sensor_context(instance=self.instance, cursor=self.cursor)
+        result = self.look(context, self.source, self.jobs, cast(ReplicationSlot, self.slot))
+        self.cursor = result.cursor or self.cursor
+        return result
+
+
+@pytest.fixture
+def ticks(source: CdcSource, slot: FakeSlot, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    return Ticks(look_at_lag, source, instance, slot, monkeypatch)
+
+
+def requests(result: dg.SensorResult) -> list[tuple[str | None, str | None, str | None]]:
+    return [(request.job_name, request.partition_key, request.run_key) for request in result.run_requests or []]
+
+
+def reason(result: dg.SensorResult) -> str:
+    assert result.skip_reason is not None
+    assert result.skip_reason.skip_message is not None
+    return result.skip_reason.skip_message
+
+
+def test_with_no_slot_the_run_that_makes_it_is_asked_for(ticks: Ticks, slot: FakeSlot) -> None:
+    slot.reading = replace(START, slot_exists=False, confirmed_flush_lsn=None, wal_status=None)
+    result = ticks()
+    assert requests(result) == [("sync", "0000000000001000", "0000000000001000#1")]
+    assert result.dynamic_partitions_requests == [
+        dg.DynamicPartitionsDefinition(name="wal_windows").build_add_request(["0000000000001000"])
+    ]
+
+
+def test_a_quiet_server_gets_no_runs(ticks: Ticks, slot: FakeSlot) -> None:
+    for _ in range(200):
+        assert "Nothing is unread" in reason(ticks(30))
+        # Checkpoints, and what the server logs of itself.
+        slot.reading = replace(slot.reading, flush_lsn=slot.reading.flush_lsn + 100, insert_lsn=slot.reading.insert_lsn + 100)
+
+
+def test_a_commit_is_read_before_it_is_stale(ticks: Ticks, slot: FakeSlot) -> None:
+    ticks()
+    slot.writes(8)
+    assert "below the threshold" in reason(ticks(20))
+    assert "below the threshold" in reason(ticks(20))
+    assert requests(ticks(20)) == [("sync", "0000000000001008", "0000000000001008#1")]
+    slot.is_drained(0x1008)
+    assert "Nothing is unread" in reason(ticks(20))
+
+
+def test_a_lag_past_the_threshold_is_read_at_once(ticks: Ticks, slot: FakeSlot) -> None:
+    ticks()
+    slot.writes(1000)
+    assert requests(ticks(1)) == [("sync", "00000000000013E8", "00000000000013E8#1")]
+
+
+def run(instance: dg.DagsterInstance, *, fails: bool) -> None:
+    @dg.op
+    def step() -> None:
+        if fails:
+            raise dg.Failure("no")
+
+    job = dg.GraphDefinition(name="sync", node_defs=[step]).to_job(tags={"pgwal/slot": "pgwal"})
+    job.execute_in_process(instance=instance, raise_on_error=False)
+
+
+def test_after_a_failure_the_same_window_is_asked_for_again_later(
+    ticks: Ticks, slot: FakeSlot, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks()
+    slot.writes(1000)
+    (first,) = requests(ticks())
+    run(instance, fails=True)
+    slot.writes(1000)
+    assert "The last run failed; the next is asked for in" in reason(ticks())
+    monkeypatch.setattr("pgwal_pipeline.components.requests.time", SimpleNamespace(time=lambda: time.time() + 60))
+    (second,) = requests(ticks())
+    assert second == ("sync", first[1], f"{first[1]}#2")
+    slot.is_drained(0x13E8)
+    run(instance, fails=False)
+    (third,) = requests(ticks())
+    assert third == ("sync", "00000000000017D0", "00000000000017D0#3")
+
+
+def test_nothing_is_asked_for_while_a_run_is_at_work(ticks: Ticks, slot: FakeSlot, instance: dg.DagsterInstance) -> None:
+    @dg.job
+    def verify() -> None: ...
+
+    ticks()
+    slot.writes(1000)
+    working = instance.create_run_for_job(verify, tags={"pgwal/slot": "pgwal"}, status=dg.DagsterRunStatus.STARTED)
+    assert f"Run {working.run_id.split('-')[0]} of verify is started." in reason(ticks())
+    instance.report_run_canceled(working)
+    assert requests(ticks())
+
+
+def test_a_source_that_is_away_is_waited_for(ticks: Ticks, slot: FakeSlot) -> None:
+    ticks()
+    slot.writes(1000)
+    slot.away = True
+    assert reason(ticks()) == "The source me@there:5432/db cannot be reached."
+    slot.away = False
+    assert requests(ticks())
+
+
+def test_a_publish_that_is_due_is_asked_for_by_itself(ticks: Ticks, slot: FakeSlot) -> None:
+    slot.reading = replace(START, publish_due=True)
+    assert requests(ticks()) == [("publish", None, "publish#1")]
+    assert requests(ticks()) == [("publish", None, "publish#2")]
+
+
+def test_the_first_tick_knows_what_the_last_drain_saw(ticks: Ticks, slot: FakeSlot, instance: dg.DagsterInstance) -> None:
+    look = {"snapshot": "7:7:", "insert_lsn": 0x1000, "at": 1_700_000_000.0}
+    instance.report_runless_asset_event(dg.AssetObservation(SLOT, metadata={LOOK: dg.MetadataValue.json(look)}))
+    slot.reading = replace(START, flush_lsn=0x1100, insert_lsn=0x1100, lag_bytes=0x100)
+    for _ in range(10):
+        assert "Nothing is unread" in reason(ticks(30))
+
+
+def test_health_is_reported_when_it_changes_and_now_and_then(ticks: Ticks, slot: FakeSlot) -> None:
+    def health(result: dg.SensorResult) -> list[bool]:
+        return [event.passed for event in result.asset_events if isinstance(event, dg.AssetCheckEvaluation)]
+
+    def fresh(result: dg.SensorResult) -> bool:
+        return any(isinstance(event, dg.AssetMaterialization) for event in result.asset_events)
+
+    first = ticks()
+    assert health(first) == [True]
+    assert fresh(first)
+    assert [health(ticks(30)) for _ in range(9)] == [[]] * 9
+    assert health(ticks(30)) == [True]
+    slot.reading = replace(slot.reading, wal_status="lost")
+    assert health(ticks(10)) == [False]
+    assert health(ticks(10)) == []
+
+
+def test_the_slot_is_not_fresh_while_commits_wait_too_long(ticks: Ticks, slot: FakeSlot, instance: dg.DagsterInstance) -> None:
+    @dg.job
+    def sync() -> None: ...
+
+    ticks()
+    slot.writes(8)
+    instance.create_run_for_job(sync, tags={"pgwal/slot": "pgwal"}, status=dg.DagsterRunStatus.STARTED)
+    results = [ticks(60) for _ in range(20)]
+    assert any(result.asset_events for result in results)
+    assert not any(isinstance(event, dg.AssetMaterialization) for result in results for event in result.asset_events)
+
+
+def test_a_cursor_of_another_version_does_no_harm(ticks: Ticks) -> None:
+    for strange in ("[]", "{", json.dumps({"unknown": 1}), json.dumps({"looks": [{"a": 1}]})):
+        ticks.cursor = strange
+        assert "Nothing is unread" in reason(ticks())
+
+
+def test_new_tables_are_asked_for_until_they_are_read(
+    source: CdcSource, slot: FakeSlot, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = Ticks(look_for_new_tables, source, instance, slot, monkeypatch)
+    assert reason(ticks()) == "Every table of the publication has been read."
+    slot.waiting = (TableName("public", "orders"),)
+    assert requests(ticks()) == [(None, None, "snapshot#1")]
+    assert requests(ticks()) == [(None, None, "snapshot#2")]
+    slot.away = True
+    assert "cannot be reached" in reason(ticks())
+    slot.away = False
+
+    @dg.job
+    def snapshot() -> None: ...
+
+    instance.create_run_for_job(snapshot, tags={"pgwal/snapshot": "pgwal"}, status=dg.DagsterRunStatus.STARTED)
+    assert reason(ticks()).startswith("To be read: public.orders. Run ")
+
+
+def test_the_hourly_sync_asks_only_for_what_is_unread(source: CdcSource, slot: FakeSlot, instance: dg.DagsterInstance) -> None:
+    def evaluate() -> object:
+        return look_each_hour(instance, source, cast(ReplicationSlot, slot))
+
+    assert evaluate() == dg.SkipReason("Nothing is unread.")
+    slot.writes(8)
+    asked = evaluate()
+    assert isinstance(asked, dg.RunRequest)
+    assert asked.partition_key == "0000000000001008"
+    assert instance.get_dynamic_partitions("wal_windows") == ["0000000000001008"]
+    slot.away = True
+    assert isinstance(evaluate(), dg.SkipReason)
