@@ -1,0 +1,300 @@
+"""Reading a table's rows: in ranges of its key, each in a short transaction of its own that says which transactions it sees.
+
+Values leave Postgres as the text of their types' output functions, which is what the stream carries too: both are decoded alike.
+"""
+
+import select
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg import errors, pq
+
+from pgwal_pipeline.errors import PgwalError, SourceUnavailable, TableError
+from pgwal_pipeline.postgres.catalog import Connection, insert_lsn, resolve_types
+from pgwal_pipeline.postgres.dsn import connect, translate
+from pgwal_pipeline.postgres.key_order import KeyOrder, key_order
+from pgwal_pipeline.postgres.transactions import begin_snapshot, wait_for_transactions
+from pgwal_pipeline.relation import PgType, Relation, quote_ident
+
+__all__ = ["ChunkBounds", "ChunkRead", "TableChanged", "plan_chunks", "read_chunk", "wait_for_transactions"]
+
+_BLOCK_BYTES = 1 << 20
+
+# Rows that a policy hides would be missing without a word: off, such a read is an error. A lock that does not come leaves an open
+# transaction behind on the source, which holds back its vacuum.
+_SETTINGS = "SET row_security = off; SET jit = off; SET lock_timeout = '60s'"
+# The next bound is the end of a walk along the index; where statistics are off, a sort of the whole table may look cheaper.
+_ALONG_THE_INDEX = "SET LOCAL row_security = off; SET LOCAL jit = off; SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBounds:
+    """A range of the key, `lower < key <= upper`, None where it is open.
+
+    Each bound has a text for each column of the relation's key, in the key's order, as Postgres writes the value.
+    """
+
+    lower: tuple[str, ...] | None
+    upper: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """What a read was of: the transactions that it saw (`xmin:xmax:xid,…`), its rows and bytes, and the insert LSN after its last row."""
+
+    snapshot: str
+    rows: int
+    bytes: int
+    insert_lsn: int
+
+
+class TableChanged(TableError):  # noqa: N818 (named for what happened, as the others are)
+    """The table is not what it was when its columns were looked up: to be read again from the start, as it is now."""
+
+    transient = True
+
+
+def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> Iterator[ChunkBounds]:
+    """Cut a table into ranges of its key with about `rows_per_chunk` rows each, in the key's order; together they hold every key.
+
+    The first has no lower bound, the last no upper one. A table that seems smaller than a chunk, or has no index in its key's order, is one
+    chunk; so is one without a key. Each bound costs a walk along the index over one chunk, and is looked up when it is asked for. `conn`
+    must not be inside a transaction. Raises TableError where the role may not read the table, TableChanged where it is not as `relation`
+    says, and what `dsn.translate` makes of other errors.
+    """
+    lower = None
+    if relation.key:
+        try:
+            source = _source(conn, relation)
+            order = key_order(conn, relation) if _estimated_rows(conn, source) >= rows_per_chunk else None
+            if order is not None:
+                bound = _next_bound(conn, source, order, None, rows_per_chunk)
+                while bound is not None:
+                    following = _next_bound(conn, source, order, bound, rows_per_chunk)
+                    if following is None:
+                        break
+                    yield ChunkBounds(lower, bound)
+                    lower, bound = bound, following
+        except psycopg.Error as error:
+            raise _read_error(error, relation, conn) from error
+    yield ChunkBounds(lower, None)
+
+
+def read_chunk(
+    dsn: str,
+    relation: Relation,
+    bounds: ChunkBounds,
+    on_block: Callable[[bytes], None],
+    *,
+    row_filter: str | None = None,
+    exported_snapshot: str | None = None,
+) -> ChunkRead:
+    """Read the rows of a range, in a transaction of its own, and hand them on as blocks of a COPY in binary format.
+
+    Each field is the text of its type's output function. Blocks are of about 1 MiB and are cut at rows; joined they are the 19 bytes of the
+    header, the rows, and the trailer. `row_filter` is the publication's condition for this table (`catalog.published_tables`), so that rows
+    which are not in the stream are not in the snapshot. `exported_snapshot` names one that the read is to see instead of its own.
+
+    Raises TableError where rows cannot be read (no SELECT, row-level security that would hide some), TableChanged where the table is not as
+    `relation` says any more, SourceUnavailable where the read broke off.
+    """
+    conn = connect(dsn, application="pgwal snapshot")
+    try:
+        conn.execute(_SETTINGS.encode())
+        snapshot = begin_snapshot(conn) if exported_snapshot is None else _enter_snapshot(conn, exported_snapshot)
+        statement = _copy_statement(conn, relation, bounds, row_filter)
+        rows, size = _copy_out(conn, statement, on_block)
+        # After the read, not at its snapshot: TRUNCATE and DDL that rewrites the table are seen by it whenever they were done.
+        lsn = insert_lsn(conn)
+        conn.execute(b"COMMIT")
+    except psycopg.Error as error:
+        raise _read_error(error, relation, conn) from error
+    finally:
+        # Not a rollback: on the way out of a COPY that was broken off, the connection takes no more statements.
+        conn.close()
+    return ChunkRead(snapshot, rows, size, lsn)
+
+
+def _enter_snapshot(conn: Connection, exported: str) -> str:
+    """Begin a transaction that sees what the one that exported its snapshot sees; the snapshot as text."""
+    conn.execute(b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    try:
+        conn.execute(("SET TRANSACTION SNAPSHOT '" + exported.replace("'", "''") + "'").encode())
+    except psycopg.DatabaseError as error:
+        raise SourceUnavailable(f"Snapshot {exported} is gone, as the session that exported it has ended; run it again.") from error
+    return conn.execute("SELECT pg_catalog.pg_current_snapshot()::text").fetchall()[0][0]
+
+
+def _copy_statement(conn: Connection, relation: Relation, bounds: ChunkBounds, row_filter: str | None) -> str:
+    fields = _fields(conn, relation)
+    conditions = []
+    if bounds.lower is not None or bounds.upper is not None:
+        order = key_order(conn, relation)
+        if order is None:
+            raise TableChanged(
+                str(relation.table), f"Table {relation.table} has lost the index of its key while it was read; read it again."
+            )
+        conditions += [order.after(bounds.lower)] if bounds.lower is not None else []
+        conditions += [order.up_to(bounds.upper)] if bounds.upper is not None else []
+    if row_filter is not None:
+        conditions.append(f"({row_filter})")
+    where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
+    return f"COPY (SELECT {', '.join(fields)} FROM {_source(conn, relation)}{where}) TO STDOUT (FORMAT binary)"
+
+
+def _fields(conn: Connection, relation: Relation) -> list[str]:
+    """The expressions whose values are the columns' texts. Raises TableChanged, TableError."""
+    rows = conn.execute(
+        """SELECT n.nspname::text, c.relname::text, pg_catalog.row_security_active(c.oid)
+           FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %s""",
+        [relation.oid],
+    ).fetchall()
+    if not rows or (rows[0][0], rows[0][1]) != (relation.table.schema, relation.table.name):
+        raise TableChanged(
+            str(relation.table), f"Table {relation.table} was dropped, renamed or made anew while it was read; read it again."
+        )
+    if rows[0][2]:
+        raise _hidden_rows(relation, conn)
+    stored = {
+        row[0]: (row[1], row[2])
+        for row in conn.execute(
+            """SELECT attname::text, atttypid::int8, atttypmod FROM pg_catalog.pg_attribute
+               WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped""",
+            [relation.oid],
+        )
+    }
+    types = resolve_types(conn, set(stored.values()))
+    for column in relation.columns:
+        if column.name not in stored or not _same(types[stored[column.name]], column.type):
+            raise TableChanged(
+                str(relation.table), f"Column {quote_ident(column.name)} of {relation.table} was altered while it was read; read it again."
+            )
+    outputs = {
+        row[0]: row[1:]
+        for row in conn.execute(
+            """SELECT t.oid::int8, n.nspname::text, p.proname::text, p.proisstrict, pg_catalog.format_type(t.oid, -1)
+               FROM pg_catalog.pg_type t
+               JOIN pg_catalog.pg_proc p ON p.oid = t.typoutput
+               JOIN pg_catalog.pg_namespace n ON n.oid = p.pronamespace
+               WHERE t.oid = ANY (%s::oid[])""",
+            [[column.type.oid for column in relation.columns]],
+        )
+    }
+    fields = []
+    for column in relation.columns:
+        schema, function, strict, type_name = outputs[column.type.oid]
+        value = quote_ident(column.name)
+        # Polymorphic output functions such as enum_out do not take a domain for what it stands on.
+        typed = f"{value}::{type_name}" if stored[column.name][0] != column.type.oid else value
+        text = f"pg_catalog.textin({quote_ident(schema)}.{quote_ident(function)}({typed}))"
+        fields.append(text if strict else f"CASE WHEN {value} IS DISTINCT FROM NULL THEN {text} END")
+    return fields
+
+
+def _same(one: PgType, other: PgType) -> bool:
+    """Whether two types have the same values and texts; what a domain over one is called does not matter."""
+    if one.element is None or other.element is None:
+        return (one.oid, one.typmod, one.element) == (other.oid, other.typmod, other.element)
+    return (one.oid, one.typmod) == (other.oid, other.typmod) and _same(one.element, other.element)
+
+
+def _copy_out(conn: Connection, statement: str, on_block: Callable[[bytes], None]) -> tuple[int, int]:
+    """Run a COPY … TO STDOUT; the rows and bytes that came.
+
+    libpq gives each row by itself. They are joined to blocks here, in as little Python a row as there can be.
+    """
+    pgconn = conn.pgconn
+    readable = select.poll()
+    readable.register(pgconn.socket, select.POLLIN)
+
+    def wait() -> None:
+        readable.poll()
+        pgconn.consume_input()
+
+    def result() -> pq.abc.PGresult:
+        while pgconn.is_busy():
+            wait()
+        answer = pgconn.get_result()
+        assert answer is not None
+        if answer.status == pq.ExecStatus.FATAL_ERROR:
+            raise errors.error_from_result(answer)
+        return answer
+
+    pgconn.send_query(statement.encode())
+    while pgconn.flush():
+        pass
+    result()
+    get, parts, size, total = pgconn.get_copy_data, [], 0, 0
+    while True:
+        length, data = get(1)
+        if length > 0:
+            parts.append(data)
+            size += length
+            if size >= _BLOCK_BYTES:
+                on_block(b"".join(parts))
+                total += size
+                parts, size = [], 0
+        elif length == 0:
+            wait()
+        else:
+            break
+    done = result()
+    if parts:
+        on_block(b"".join(parts))
+    while pgconn.get_result() is not None:
+        pass
+    return done.command_tuples or 0, total + size
+
+
+def _estimated_rows(conn: Connection, source: str) -> float:
+    """The planner's guess, which counts the table's pages as they are now; needs no statistics."""
+    plan = _set_and_ask(conn, "SET LOCAL row_security = off", f"EXPLAIN (FORMAT JSON) SELECT FROM {source}")[0][0]
+    return float(plan[0]["Plan"]["Plan Rows"])
+
+
+def _next_bound(conn: Connection, source: str, order: KeyOrder, after: tuple[str, ...] | None, rows: int) -> tuple[str, ...] | None:
+    """The key `rows` rows after the given one, or the last one of all; None when there is none after it."""
+    where = f" WHERE {order.after(after)}" if after is not None else ""
+    walk = f"SELECT {order.columns} FROM {source}{where} ORDER BY {order.ascending} LIMIT {rows}"
+    found = _set_and_ask(conn, _ALONG_THE_INDEX, f"SELECT {order.texts} FROM ({walk}) k ORDER BY {order.descending} LIMIT 1")
+    return tuple(found[0]) if found else None
+
+
+def _set_and_ask(conn: Connection, settings: str, query: str) -> list[tuple[Any, ...]]:
+    """The rows of a query under `SET LOCAL` settings: statements that are sent together are one transaction."""
+    cursor = conn.execute(f"{settings}; {query}".encode())
+    while cursor.nextset():
+        pass
+    return cursor.fetchall()
+
+
+def _source(conn: Connection, relation: Relation) -> str:
+    """What to read the table's rows from: tables that inherit from a plain one are tables of their own."""
+    kind = conn.execute("SELECT relkind::text FROM pg_catalog.pg_class WHERE oid = %s", [relation.oid]).fetchall()
+    return str(relation.table) if kind and kind[0][0] == "p" else f"ONLY {relation.table}"
+
+
+def _read_error(error: psycopg.Error, relation: Relation, conn: Connection) -> PgwalError:
+    table = relation.table
+    if isinstance(error, errors.InsufficientPrivilege):
+        if "row-level security" in str(error):
+            return _hidden_rows(relation, conn)
+        role = conn.info.user
+        return TableError(
+            str(table),
+            f"Role {role} may not read table {table} ({error.diag.message_primary}); run GRANT SELECT ON {table} TO {quote_ident(role)}.",
+        )
+    if isinstance(error, errors.UndefinedTable | errors.UndefinedColumn | errors.UndefinedObject | errors.InvalidSchemaName):
+        return TableChanged(str(table), f"Table {table} was altered while it was read ({error.diag.message_primary}); read it again.")
+    return translate(error, f"reading table {table}")
+
+
+def _hidden_rows(relation: Relation, conn: Connection) -> TableError:
+    table, role = relation.table, conn.info.user
+    return TableError(
+        str(table),
+        f"Row-level security of table {table} may hide rows from role {role}, though the stream has them; "
+        f"run ALTER ROLE {quote_ident(role)} BYPASSRLS.",
+    )

@@ -1,0 +1,156 @@
+"""The order of a table's key as an index has it, and the SQL of ranges in that order."""
+
+from dataclasses import dataclass
+
+from pgwal_pipeline.postgres.catalog import Connection
+from pgwal_pipeline.relation import Relation, quote_ident
+
+_PLAIN_OPERATORS = (("pg_catalog", "<"), ("pg_catalog", "<="), ("pg_catalog", "="), ("pg_catalog", ">="), ("pg_catalog", ">"))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyColumn:
+    """A column of the key, and how the index compares it.
+
+    `type_name` is its type with domains resolved (`domain`: whether that is another one), without a length, and `output` that type's output
+    function; `collation` is the index's, all ready for SQL.
+    `operators` are schema and name of <, <=, =, >=, > in the index's operator family: names alone would be looked up in the search path,
+    where an extension's are not.
+    """
+
+    name: str
+    type_name: str
+    domain: bool
+    output: str
+    collation: str | None
+    operators: tuple[tuple[str, str], ...]
+
+    @property
+    def sql(self) -> str:
+        """The column as an operand."""
+        return self.value + self._collate
+
+    @property
+    def value(self) -> str:
+        """The column; a domain as what it stands on, for an enum's operators and output function take no domain."""
+        return f"{quote_ident(self.name)}::{self.type_name}" if self.domain else quote_ident(self.name)
+
+    def literal(self, text: str) -> str:
+        """A value of the column's type from its text, as an operand."""
+        return "'" + text.replace("'", "''") + f"'::{self.type_name}" + self._collate
+
+    def operator(self, strategy: int) -> str:
+        """The operator of a btree strategy: 1 to 5 for <, <=, =, >=, >."""
+        schema, name = self.operators[strategy - 1]
+        return f"OPERATOR({quote_ident(schema)}.{name})"
+
+    @property
+    def _collate(self) -> str:
+        return f" COLLATE {self.collation}" if self.collation else ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyOrder:
+    """The key's columns, in the order that the relation's key and the index share. Bounds are texts in that order."""
+
+    key: tuple[KeyColumn, ...]
+
+    @property
+    def columns(self) -> str:
+        """The select list of the key."""
+        return ", ".join(quote_ident(column.name) for column in self.key)
+
+    @property
+    def texts(self) -> str:
+        """The select list of a bound, from rows of `columns`."""
+        return ", ".join(f"pg_catalog.textin({column.output}({column.value}))" for column in self.key)
+
+    @property
+    def ascending(self) -> str:
+        """The ORDER BY list that the index gives."""
+        return ", ".join(f"{column.sql} USING {column.operator(1)}" for column in self.key)
+
+    @property
+    def descending(self) -> str:
+        """Its reverse."""
+        return ", ".join(f"{column.sql} USING {column.operator(5)}" for column in self.key)
+
+    def after(self, bound: tuple[str, ...]) -> str:
+        """The condition of keys after `bound`."""
+        return self._compared(bound, strict=5, loose=4, row=">")
+
+    def up_to(self, bound: tuple[str, ...]) -> str:
+        """The condition of keys up to `bound` and of itself."""
+        return self._compared(bound, strict=1, loose=2, row="<=")
+
+    def _compared(self, bound: tuple[str, ...], *, strict: int, loose: int, row: str) -> str:
+        values = [column.literal(text) for column, text in zip(self.key, bound, strict=True)]
+        if all(column.operators == _PLAIN_OPERATORS for column in self.key):
+            # A comparison of rows is one condition of the index, whatever the number of columns.
+            return f"({', '.join(column.sql for column in self.key)}) {row} ({', '.join(values)})"
+        *leading, last = zip(self.key, values, strict=True)
+        closing = strict if row == ">" else loose
+        condition = f"{last[0].sql} {last[0].operator(closing)} {last[1]}"
+        for column, value in reversed(leading):
+            beyond = f"{column.sql} {column.operator(strict)} {value}"
+            condition = f"({beyond} OR ({column.sql} {column.operator(3)} {value} AND {condition}))"
+        if leading:
+            # Implied, but the index can begin with it.
+            column, value = leading[0]
+            condition = f"{column.sql} {column.operator(loose)} {value} AND {condition}"
+        return condition
+
+
+def key_order(conn: Connection, relation: Relation) -> KeyOrder | None:
+    """The order of the relation's key where an index has just its columns in their order, all ascending or all descending; else None.
+
+    Raises psycopg.Error.
+    """
+    rows = conn.execute(
+        """SELECT i.indexrelid, a.attname::text, k.option,
+               pg_catalog.quote_ident(cn.nspname) || '.' || pg_catalog.quote_ident(c.collname),
+               pg_catalog.format_type(base.oid, -1), a.atttypid <> base.oid,
+               pg_catalog.quote_ident(pn.nspname) || '.' || pg_catalog.quote_ident(p.proname),
+               (SELECT pg_catalog.array_agg(ARRAY[opn.nspname::text, o.oprname::text] ORDER BY s.amopstrategy)
+                FROM pg_catalog.pg_amop s
+                JOIN pg_catalog.pg_operator o ON o.oid = s.amopopr
+                JOIN pg_catalog.pg_namespace opn ON opn.oid = o.oprnamespace
+                WHERE s.amopfamily = oc.opcfamily AND s.amoplefttype = oc.opcintype AND s.amoprighttype = oc.opcintype
+                    AND s.amoppurpose = 's')
+           FROM pg_catalog.pg_index i
+           JOIN pg_catalog.pg_class ic ON ic.oid = i.indexrelid
+           JOIN pg_catalog.pg_am am ON am.oid = ic.relam AND am.amname = 'btree'
+           CROSS JOIN LATERAL unnest(i.indkey::int2[], i.indclass::oid[], i.indcollation::oid[], i.indoption::int2[])
+               WITH ORDINALITY AS k (attnum, opclass, collated, option, place)
+           JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
+           JOIN pg_catalog.pg_opclass oc ON oc.oid = k.opclass
+           JOIN unnest(%s::text[], %s::oid[]) AS asked (name, type) ON asked.name = a.attname
+           JOIN pg_catalog.pg_type base ON base.oid = asked.type
+           JOIN pg_catalog.pg_proc p ON p.oid = base.typoutput
+           JOIN pg_catalog.pg_namespace pn ON pn.oid = p.pronamespace
+           LEFT JOIN pg_catalog.pg_collation c ON c.oid = k.collated
+           LEFT JOIN pg_catalog.pg_namespace cn ON cn.oid = c.collnamespace
+           WHERE i.indrelid = %s AND i.indisvalid AND i.indpred IS NULL AND i.indexprs IS NULL
+               AND i.indnkeyatts = %s AND k.place <= i.indnkeyatts
+           ORDER BY i.indisprimary DESC, i.indisreplident DESC, i.indexrelid, k.place""",
+        [
+            list(relation.key),
+            [column.type.oid for name in relation.key for column in relation.columns if column.name == name],
+            relation.oid,
+            len(relation.key),
+        ],
+    ).fetchall()
+    by_index: dict[int, list[tuple[KeyColumn, int]]] = {}
+    for index, name, option, collation, type_name, domain, output, operators in rows:
+        column = KeyColumn(name, type_name, domain, output, collation, tuple((pair[0], pair[1]) for pair in operators or ()))
+        by_index.setdefault(index, []).append((column, option))
+    for found in by_index.values():
+        columns = tuple(column for column, _ in found)
+        # 0 is ascending with nulls last, 3 descending with nulls first: one is read forward, the other backward. A mixture orders no rows.
+        if (
+            tuple(column.name for column in columns) == relation.key
+            and {option for _, option in found} in ({0}, {3})
+            and all(len(column.operators) == 5 for column in columns)
+        ):
+            return KeyOrder(columns)
+    return None

@@ -1,0 +1,122 @@
+"""Which transactions a read sees, and waiting for those that are open."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+
+from pgwal_pipeline.errors import BlockedByTransaction, SourceUnavailable
+from pgwal_pipeline.postgres.blockers import Blocker, describe, duration
+from pgwal_pipeline.postgres.dsn import translate
+
+_WARN_AFTER = 5.0
+_LOOK_EVERY = 5.0
+_SETTLE_TIMEOUT = 60.0
+
+_BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+
+# Who has a transaction with a number below the given one: locks tell it to every role, the numbers in pg_stat_activity not. They have 32
+# bits of the 64, so that "below" is a matter of half the circle.
+_BELOW = "((%(xid)s - {}::text::int8) & 4294967295) BETWEEN 1 AND 2147483648"
+_OLDER_SQL = f"""
+SELECT a.pid, NULL::text, a.datname::text, a.usename::text, nullif(a.application_name, ''),
+    extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.backend_start))::float8, a.state,
+    nullif(a.query, '<insufficient privilege>')
+FROM pg_catalog.pg_stat_activity a
+WHERE a.pid IN (SELECT l.pid FROM pg_catalog.pg_locks l
+                WHERE l.locktype = 'transactionid' AND l.granted AND l.mode = 'ExclusiveLock' AND {_BELOW.format("l.transactionid")})
+UNION ALL
+SELECT NULL, p.gid, p.database::text, p.owner::text, NULL, extract(epoch FROM clock_timestamp() - p.prepared)::float8, NULL, NULL
+FROM pg_catalog.pg_prepared_xacts p WHERE {_BELOW.format("p.transaction")}
+ORDER BY 6 DESC NULLS LAST
+"""
+
+
+def wait_for_transactions(conn: psycopg.Connection[Any], xid64: int, timeout: float, warn: Callable[[str], None]) -> None:
+    """Wait until every transaction with a number (64 bits) below `xid64` has ended, prepared ones too, whatever database they are in.
+
+    After 5 s `warn` is told who is waited for, and again when that changes. Raises BlockedByTransaction, naming them, after `timeout`
+    seconds.
+    """
+    started = time.monotonic()
+    looked, named, pause = started + _WARN_AFTER - _LOOK_EVERY, "", 0.05
+    while True:
+        try:
+            if _oldest_running(conn) >= xid64:
+                return
+            now = time.monotonic()
+            if now - started >= timeout:
+                raise BlockedByTransaction(
+                    f"Transactions that were open when tables joined the publication did not end within {duration(timeout)} "
+                    f"(PGWAL_BLOCKED_TIMEOUT), and what they wrote is in no stream: {_whom(conn, xid64)[0]}; end them "
+                    "(SELECT pg_terminate_backend(PID), or ROLLBACK PREPARED), or raise PGWAL_BLOCKED_TIMEOUT."
+                )
+            if now - looked >= _LOOK_EVERY:
+                looked = now
+                text, who = _whom(conn, xid64)
+                if who != named:
+                    named = who
+                    warn(f"Tables that joined the publication are not read before older transactions end: {text}.")
+        except psycopg.Error as error:
+            raise translate(error, "waiting for open transactions") from error
+        time.sleep(max(0.0, min(pause, started + timeout - now)))
+        pause = min(1.0, pause * 1.5)
+
+
+def older_transactions(conn: psycopg.Connection[Any], xid64: int) -> list[Blocker]:
+    """The open transactions with a number below `xid64`, the oldest first. A standby knows none of its primary's."""
+    return [Blocker(*row) for row in conn.execute(_OLDER_SQL.encode(), {"xid": xid64 & 0xFFFFFFFF})]
+
+
+def begin_snapshot(conn: psycopg.Connection[Any]) -> str:
+    """Begin a REPEATABLE READ, READ ONLY transaction on an autocommit connection and say which transactions it sees.
+
+    The answer is as `pg_current_snapshot()` has it, `xmin:xmax:xid,…`: those below xmax that are not listed are seen, and no others. On a
+    standby Postgres leaves the list empty though transactions run; it is made up for here, by looking at each of them before and after.
+    Raises SourceUnavailable where they come and go so quickly on a standby that this does not succeed within a minute.
+    """
+    if not _one(conn, "SELECT pg_catalog.pg_is_in_recovery()")[0]:
+        conn.execute(_BEGIN.encode())
+        return _one(conn, "SELECT pg_catalog.pg_current_snapshot()::text")[0]
+    deadline = time.monotonic() + _SETTLE_TIMEOUT
+    running: list[int] = []
+    known_below = 0
+    while True:
+        conn.execute(_BEGIN.encode())
+        # The snapshot is taken before the looks at the transactions, which see them as they are then.
+        xmin, xmax, candidates, still = _one(
+            conn,
+            """SELECT s.xmin, s.xmax, s.candidates,
+                   ARRAY(SELECT x FROM pg_catalog.unnest(s.candidates) x WHERE pg_catalog.pg_xact_status(x::text::xid8) = 'in progress')
+               FROM (SELECT b.xmin, b.xmax,
+                         ARRAY(SELECT x FROM pg_catalog.unnest(%(running)s::int8[]) x WHERE x >= b.xmin
+                               UNION ALL SELECT pg_catalog.generate_series(greatest(b.xmin, %(known)s::int8), b.xmax - 1)) AS candidates
+                     FROM (SELECT pg_catalog.pg_snapshot_xmin(s)::text::int8 AS xmin, pg_catalog.pg_snapshot_xmax(s)::text::int8 AS xmax
+                           FROM pg_catalog.pg_current_snapshot() s) b) s""",
+            {"running": running, "known": known_below},
+        )
+        # One that ran at the last look, or was not known then, and has ended now may have ended before the snapshot or after it.
+        if len(still) == len(candidates):
+            return f"{xmin}:{xmax}:{','.join(map(str, sorted(still)))}"
+        conn.execute(b"ROLLBACK")
+        running, known_below = still, xmax
+        if time.monotonic() > deadline:
+            raise SourceUnavailable(
+                "The source is a standby, and its primary's transactions come and go too quickly to tell which of them a read sees; "
+                "take the snapshot at a quieter time, or set PGWAL_SOURCE_DSN to the primary."
+            )
+
+
+def _whom(conn: psycopg.Connection[Any], xid64: int) -> tuple[str, str]:
+    """Those that are waited for, in words, and what tells them from others."""
+    found = older_transactions(conn, xid64)
+    return describe(found), " ".join(str(blocker.pid or blocker.gid) for blocker in found)
+
+
+def _oldest_running(conn: psycopg.Connection[Any]) -> int:
+    return _one(conn, "SELECT pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())::text::int8")[0]
+
+
+def _one(conn: psycopg.Connection[Any], query: str, values: dict[str, Any] | None = None) -> tuple[Any, ...]:
+    return conn.execute(query.encode(), values).fetchall()[0]
