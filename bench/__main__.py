@@ -5,7 +5,7 @@ from collections.abc import Callable
 import click
 from rich.console import Console
 
-from bench.report import Result, save, show
+from bench.report import RESULTS, Result, save, show
 
 NAMES = ("drain", "tables", "memory", "publish", "help")
 
@@ -24,8 +24,8 @@ def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
     for name in names or NAMES:
         result = _benchmark(name, rounds, scale)()
         show(console, result)
-        path = save([result])
-    console.print(f"Written to {path}.")
+        save(result)
+    console.print(f"Written to {RESULTS}.")
 
 
 def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:

@@ -78,10 +78,10 @@ def _change(dsn: str, rows: int, changed: int, number: int) -> None:
 def _newest_rows(dsn: str, spark: "SparkSession", path: Path, number: int) -> str:
     """The rows that round `number` changed, as a Delta table: what the merge by hand is given, with nothing left for it to work out."""
     path.mkdir()
-    with psycopg.connect(dsn) as conn, conn.cursor() as cursor, (path / "rows.csv").open("wb") as file:
-        with cursor.copy(f"COPY (SELECT * FROM {_TABLE} WHERE quantity = -{number + 1}) TO STDOUT (FORMAT csv)".encode()) as copy:
-            for block in copy:
-                file.write(block)
+    statement = f"COPY (SELECT * FROM {_TABLE} WHERE quantity = -{number + 1}) TO STDOUT (FORMAT csv)".encode()
+    with psycopg.connect(dsn) as conn, conn.cursor().copy(statement) as copy, (path / "rows.csv").open("wb") as file:
+        for block in copy:
+            file.write(block)
     schema = spark.read.format("delta").load(str(path.parent / "by_hand")).schema
     target = str(path / "delta")
     spark.read.schema(schema).csv(str(path / "rows.csv"), timestampFormat="yyyy-MM-dd HH:mm:ssX").write.format("delta").save(target)
@@ -98,7 +98,8 @@ def _copy(spark: "SparkSession", source: str, target: str) -> None:
 
 def _merge_by_hand(spark: "SparkSession", target: str, source: str) -> None:
     spark.sql(
-        f"MERGE INTO delta.`{target}` t USING delta.`{source}` s ON t.id = s.id WHEN MATCHED THEN UPDATE SET * WHEN NOT MATCHED THEN INSERT *"
+        f"MERGE INTO delta.`{target}` t USING delta.`{source}` s ON t.id = s.id "
+        "WHEN MATCHED THEN UPDATE SET * WHEN NOT MATCHED THEN INSERT *"
     ).collect()
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -14,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-ARTIFACTS = Path("artifacts")
+RESULTS = Path("artifacts/bench.json")
 
 
 @dataclass(frozen=True)
@@ -58,19 +57,13 @@ def show(console: Console, result: Result) -> None:
     console.print()
 
 
-def save(results: Sequence[Result]) -> Path:
-    """Write the results with a word on the machine to `artifacts/bench.json`; those of other benchmarks stay in it. Returns the path."""
-    path = ARTIFACTS / "bench.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    for result in results:
-        known[result.name] = {
-            **asdict(result),
-            "medians": {measure.what: measure.median for measure in result.measures},
-            "machine": machine(),
-        }
-    ARTIFACTS.mkdir(exist_ok=True)
-    path.write_text(json.dumps(known, indent=2) + "\n")
-    return path
+def save(result: Result) -> None:
+    """Write the result with a word on the machine to `RESULTS`; those of other benchmarks stay in it."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    medians = {measure.what: measure.median for measure in result.measures}
+    known[result.name] = {**asdict(result), "medians": medians, "machine": machine()}
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(known, indent=2) + "\n")
 
 
 def machine() -> dict[str, Any]:
