@@ -104,6 +104,24 @@ class Lake:
         return uri.removeprefix(self.uri + "/")
 
 
+def require_writable(lake: Lake) -> None:
+    """Raise LakeError unless the lake's place can be reached and, as far as looking tells, be written to; nothing is made by looking."""
+    if not lake.is_local:
+        try:
+            filesystem(lake.uri).get_file_info(pafs.FileSelector("", allow_not_found=True))
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise LakeError(f"The lake {lake.uri} cannot be reached: {reason}; see to the AWS_* variables or set PGWAL_LAKE.") from None
+        return
+    place = Path(lake.uri)
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise LakeError(f"The lake {lake.uri} cannot be written: {place} is no folder; set PGWAL_LAKE to another place.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise LakeError(f"The lake {lake.uri} cannot be written: this user may not write to {place}; set PGWAL_LAKE to another place.")
+
+
 def storage_options(uri: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """What delta-rs and Polars need to reach `uri`: nothing for a local folder, the usual AWS_* variables for `s3://`.
 

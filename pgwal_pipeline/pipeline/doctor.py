@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pgwal_pipeline.errors import PgwalError, SettingError
-from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.layout import Lake, require_writable
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.local.java import ensure_java
 from pgwal_pipeline.lsn import format_lsn
@@ -53,7 +53,7 @@ def _probe(name: str, look: Callable[[], Check]) -> Check:
 
 def _lake(settings: Settings) -> Check:
     lake = Lake(settings.lake)
-    lake.require_writable()
+    require_writable(lake)
     ledger = Ledger(lake)
     source, frontier = ledger.source(), ledger.frontier()
     if source is None:

@@ -2,20 +2,25 @@
 
 import os
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from pgwal_pipeline.decode.batch import decode_copy
+import pyarrow as pa
+
+from pgwal_pipeline.decode.copy import copy_schema
 from pgwal_pipeline.errors import SourceRefused
 from pgwal_pipeline.lake import compare
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.pipeline.drain import drain
 from pgwal_pipeline.pipeline.publish import publish
 from pgwal_pipeline.pipeline.reports import TableComparison, VerifyReport
-from pgwal_pipeline.postgres import copy, slot
+from pgwal_pipeline.pipeline.table_rows import TableRows
+from pgwal_pipeline.postgres import catalog, copy, slot
+from pgwal_pipeline.postgres.catalog import PublishedTable
+from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.progress import Progress
-from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
 
 if TYPE_CHECKING:
@@ -35,27 +40,27 @@ def verify(
     snapshot sees. Making it waits for the transactions that are open. Raises SourceRefused for a table that is not followed.
     """
     lake = Lake(settings.lake)
-    name = f"{settings.slot}_v_{os.getpid()}"
-    with slot.create_with_snapshot(settings.dsn, name) as (lsn, exported):
+    with slot.create_with_snapshot(settings.dsn, f"{settings.slot}_v_{os.getpid()}") as (lsn, exported):
         drained = drain(settings, end_lsn=lsn, progress=progress)
         published = publish(settings, spark_factory, progress=progress)
-        states = Ledger(lake).tables()
+        with connect(settings.dsn) as conn:
+            sources = {table.relation.table: table for table in catalog.published_tables(conn, settings.publication)}
         names = sorted(published.tables) if tables is None else list(tables)
         comparisons = {}
-        for done, table in enumerate(names):
-            pointer = published.tables.get(table)
-            state = states.get(table)
-            if pointer is None or pointer.version is None or state is None or state.relation is None:
-                raise SourceRefused(f"Table {table} has no published current to compare with; `pgwal status` says where it stands.")
+        for done, name in enumerate(names):
+            pointer, source = published.tables.get(name), sources.get(name)
+            if pointer is None or pointer.version is None or source is None:
+                raise SourceRefused(f"Table {name} has no published current to compare with; `pgwal status` says where it stands.")
             progress.stage("verify", done, len(names), "tables")
-            expected = _copy_source(settings, lake, state.relation, exported)
+            relation = source.relation
+            expected = _copy_source(settings, lake, source, exported)
             try:
                 result = compare.compare(
-                    spark_factory(), expected, pointer.path, pointer.version, key=state.relation.key, columns=state.relation.column_names
+                    spark_factory(), expected, pointer.path, pointer.version, key=relation.key, columns=relation.column_names
                 )
             finally:
                 compare.remove(expected)
-            comparisons[table] = TableComparison(
+            comparisons[name] = TableComparison(
                 equal=not (result.missing or result.extra or result.different),
                 rows=result.rows,
                 missing=result.missing,
@@ -68,12 +73,16 @@ def verify(
     )
 
 
-def _copy_source(settings: Settings, lake: Lake, relation: Relation, exported: str) -> str:
+def _copy_source(settings: Settings, lake: Lake, table: PublishedTable, exported: str) -> str:
     """The table as the exported snapshot shows it, as a Delta table of its own in the lake; its path."""
-    blocks: list[bytes] = []
-    copy.read_chunk(
-        settings.dsn, relation, copy.ChunkBounds(None, None), lambda block: blocks.append(bytes(block)), exported_snapshot=exported
-    )
     path = f"{lake.ledger('verify')}/{uuid.uuid4().hex}"
-    compare.write(path, decode_copy(blocks, relation))
+    rows = TableRows(settings.dsn, table.relation, copy.ChunkBounds(None, None), row_filter=table.row_filter, exported_snapshot=exported)
+    pieces = iter(rows)
+    first = next(pieces, copy_schema(table.relation).empty_table())
+    compare.write(path, pa.RecordBatchReader.from_batches(first.schema, _batches(chain([first], pieces))))
     return path
+
+
+def _batches(pieces: Iterable[pa.Table]) -> Iterator[pa.RecordBatch]:
+    for piece in pieces:
+        yield from piece.to_batches()
