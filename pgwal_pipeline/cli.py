@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
     from pgwal_pipeline.relation import TableName
     from pgwal_pipeline.settings import Settings
 
-_INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+_EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+_INTERRUPTION = "interrupted; what was complete is safe, and the next run goes on from there."
 
 
-class _Terminated(BaseException):
-    """SIGTERM arrived: unwinds the command so that everything it holds is given back."""
+_CLEAN_SECONDS = 20.0  # what an interrupted command gets to unwind; every state it may be cut off in is one the next run starts from
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -43,27 +44,44 @@ def _command(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         from pgwal_pipeline.errors import PgwalError
 
-        def terminate(*_: object) -> NoReturn:
-            raise _Terminated
-
-        signal.signal(signal.SIGTERM, terminate)
+        interrupted = _watch_signals()
         try:
             return function(*args, **kwargs)
         except PgwalError as error:
             _fail(str(error), error.exit_code)
         except KeyboardInterrupt:
-            _fail("interrupted; what was complete is safe, the next run goes on from there.", _INTERRUPTED[signal.SIGINT])
-        except _Terminated:
-            _fail("terminated; what was complete is safe, the next run goes on from there.", _INTERRUPTED[signal.SIGTERM])
+            _fail(_INTERRUPTION, _EXIT_CODES[interrupted[0] if interrupted else signal.SIGINT])
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
-        except Exception as error:  # noqa: BLE001 - the last line of defence: a sentence, not a traceback
-            if os.environ.get("PGWAL_DEBUG"):
+        except BaseException as error:
+            if isinstance(error, SystemExit) or os.environ.get("PGWAL_DEBUG"):
                 raise
+            if interrupted:
+                _fail(_INTERRUPTION, _EXIT_CODES[interrupted[0]])
             first_line = str(error).strip().splitlines()[:1]
             _fail(f"unexpected {type(error).__name__}: {' '.join(first_line)} (PGWAL_DEBUG=1 shows where).", 1)
 
     return wrapper
+
+
+def _watch_signals() -> list[signal.Signals]:
+    """Let SIGINT and SIGTERM interrupt the command, once; the signals that came, the first one first.
+
+    Whoever is stuck in a library then has a bounded time to unwind, after which the process ends all the same.
+    """
+    came: list[signal.Signals] = []
+
+    def on_signal(number: int, _frame: object) -> None:
+        came.append(signal.Signals(number))
+        if len(came) == 1:
+            cut_off = threading.Timer(_CLEAN_SECONDS, lambda: os._exit(_EXIT_CODES[came[0]]))
+            cut_off.daemon = True
+            cut_off.start()
+            raise KeyboardInterrupt
+
+    for number in _EXIT_CODES:
+        signal.signal(number, on_signal)
+    return came
 
 
 def _fail(sentence: str, code: int) -> NoReturn:
@@ -289,7 +307,9 @@ def drop(yes: bool, as_json: bool) -> None:
 
     settings = _settings()
     if not yes:
-        click.confirm(f"Drop slot {settings.slot} and publication {settings.publication} (if it is ours) from the source?", abort=True, err=True)
+        click.confirm(
+            f"Drop slot {settings.slot} and publication {settings.publication} (if it is ours) from the source?", abort=True, err=True
+        )
     with _quiet_stdout():
         dropped = drop_from_source(settings)
 
