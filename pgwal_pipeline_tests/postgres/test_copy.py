@@ -3,15 +3,17 @@
 import itertools
 import struct
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from pgwal_pipeline.errors import SourceUnavailable, TableError
+from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.postgres import catalog, copy, dsn
 from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, TableChanged, plan_chunks, read_chunk
 from pgwal_pipeline.postgres.key_order import key_order
 from pgwal_pipeline.relation import Relation
-from pgwal_pipeline_tests.support import Source, wait_for
+from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
 WHOLE = ChunkBounds(None, None)
 
@@ -233,7 +235,16 @@ KEYS = {
 }
 
 
-def check_chunks(source: Source, relation: Relation, size: int = 100, *, total: int = 1000) -> list[ChunkBounds]:
+@pytest.fixture(scope="module")
+def shared(postgres: Postgres) -> Iterator[Source]:
+    """One database for the keys' tests, with some types."""
+    with fresh_source(postgres) as fresh:
+        fresh.sql("create type mood as enum ('sad', 'ok', 'glad'); create type pair as (a int, b int)")
+        fresh.sql("create domain positive as int check (value > 0); create domain dmood as mood")
+        yield fresh
+
+
+def check_chunks(source: Source, relation: Relation, size: int = 250, *, total: int = 1000) -> list[ChunkBounds]:
     chunks = plan(source, relation, size)
     assert len(chunks) == total // size
     assert chunks[0].lower is None and chunks[-1].upper is None
@@ -246,10 +257,9 @@ def check_chunks(source: Source, relation: Relation, size: int = 100, *, total: 
 
 
 @pytest.mark.parametrize("columns, rows", KEYS.values(), ids=KEYS.keys())
-def test_chunks_hold_every_row_once(source: Source, columns: str, rows: str) -> None:
-    source.sql("create type mood as enum ('sad', 'ok', 'glad'); create type pair as (a int, b int)")
-    source.sql("create domain positive as int check (value > 0); create domain dmood as mood")
-    source.sql(f"create table t ({columns})")
+def test_chunks_hold_every_row_once(shared: Source, columns: str, rows: str) -> None:
+    source = shared
+    source.sql(f"drop table if exists t; create table t ({columns})")
     source.sql(f"insert into t {rows}")
     source.sql("analyze t")
     relation = relation_of(source)
