@@ -1,7 +1,7 @@
 """The two things that runs, sensors and schedules need from outside: the slot with its source, and Spark."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -98,14 +98,15 @@ class LakeSpark(LazyPySparkResource):
         default={}, description="Settings that are not the environment's, such as {'spark_master': 'local[2]'}."
     )
 
-    def _init_session(self) -> None:
+    def session(self, say: Callable[[str], None] = lambda _: None) -> "SparkSession":
+        """The session, started if it is not; `say` gets a line when that takes long, as when its jars are fetched for the first time."""
         if self._spark_session is None:
             from pgwal_pipeline.lake.session import spark_session
 
             settings = settings_without_source(self.overrides)
             more = {name: str(value) for name, value in self.spark_config.items()}
-            self._spark_session = spark_session(settings.model_copy(update={"spark_conf": settings.spark_conf | more}))
+            self._spark_session = spark_session(settings.model_copy(update={"spark_conf": settings.spark_conf | more}), say=say)
+        return self._spark_session
 
-    def session(self) -> "SparkSession":
-        """The session, started if it is not."""
-        return self.spark_session
+    def _init_session(self) -> None:
+        self.session()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
+from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import REPORT, AssetNames, AssetSpecs
 from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.known_tables import KnownTable, refresh
@@ -129,7 +130,7 @@ def slot_of(context: StepContext, source: CdcSource) -> "ReplicationSlot":
 def session_of(context: StepContext, source: CdcSource) -> "Callable[[], SparkSession]":
     """What starts the run's Spark session for this source, when it is needed."""
     spark: LakeSpark = getattr(context.resources, source.spark_key)
-    return spark.session
+    return lambda: spark.session(progress.for_run(context.log).say)
 
 
 def observe_slot(
