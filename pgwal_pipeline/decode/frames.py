@@ -83,12 +83,19 @@ def join(parts: Sequence[bytes | memoryview]) -> Iterator[Frames]:
     first, before = 0, 0
     while first < len(parts):
         last = max(int(np.searchsorted(through, before + PORTION, "right")), first + 1)
-        yield _joined(parts if last - first == len(parts) else parts[first:last], lengths[first:last])
+        yield _laid(parts if last - first == len(parts) else parts[first:last], lengths[first:last])
         first, before = last, int(through[last - 1])
 
 
-def _joined(parts: Sequence[bytes | memoryview], lengths: Ints) -> Frames:
+def lay(parts: Sequence[bytes | memoryview]) -> Frames:
+    """Lay `parts` end to end in one buffer."""
+    return _laid(parts, np.fromiter(map(len, parts), np.int64, len(parts)))
+
+
+def _laid(parts: Sequence[bytes | memoryview], lengths: Ints) -> Frames:
     joined = b"".join([*parts, _PADDING])
+    if len(joined) >= 1 << 31:
+        raise DecodeError("A single row of more than 2 GiB cannot be decoded; leave its table out of the publication.")
     # Overlapping and unaligned on purpose: one gather reads a kind byte together with the length behind it.
     words = np.ndarray((len(joined) - 7,), np.int64, joined, strides=(1,))
     ends = np.cumsum(lengths)

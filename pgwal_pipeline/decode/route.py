@@ -184,9 +184,7 @@ def _check_increasing(frames: Frames, begins: Ints, transactions: Transactions, 
     earlier[:1] = np.maximum(earlier[:1], last_commit_lsn)
     wrong = transactions.commit_lsn[1:] <= earlier
     if wrong.any():
-        raise frames.message_error(
-            int(begins[wrong.argmax()]), "its transaction comes out of the order of commits"
-        )
+        raise frames.message_error(int(begins[wrong.argmax()]), "its transaction comes out of the order of commits")
 
 
 def _check_commits(frames: Frames, commits: Ints, transactions: Transactions, transaction: Ints) -> Ints:

@@ -103,6 +103,7 @@ def _moment(octets: bytes, pattern: bytes, make: Callable[..., Any]) -> Any:
 
 def _array(octets: bytes, element: PgType) -> Any:
     if octets.startswith((b"[", b"{{")):
+        _match(rb"(?s)\[.*\]=\{.*\}|\{\{.*\}\}", octets)
         return MISFIT
     if octets[:1] != b"{" or octets[-1:] != b"}" or len(octets) < 2:
         raise GarbageError
@@ -218,6 +219,8 @@ class Reference:
         tuples, at = {}, 5
         while at < len(payload):
             tag = payload[at : at + 1]
+            if tag in tuples:
+                raise BrokenError
             tuples[tag], at = self._tuple(payload, at + 1, relation)
         if list(tuples) not in {b"I": [[b"N"]], b"U": [[b"N"], [b"K", b"N"], [b"O", b"N"]], b"D": [[b"K"], [b"O"]]}[kind]:
             raise BrokenError

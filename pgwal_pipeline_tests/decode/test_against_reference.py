@@ -124,7 +124,7 @@ def _damaged(messages: list[bytes], chance: random.Random) -> list[bytes]:
     messages = list(messages)
     for _ in range(chance.choice([1, 1, 1, 2, 5])):
         index = chance.randrange(len(messages))
-        octets = bytearray(messages[index])
+        octets = bytearray(messages[index] or b"?")
         # The header's clock and positions mean nothing to the decoder, so most of the damage goes behind them.
         place = chance.randrange(len(octets)) if chance.random() < 0.1 else chance.randrange(min(25, len(octets) - 1), len(octets))
         match chance.randrange(8):
