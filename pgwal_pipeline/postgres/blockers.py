@@ -70,11 +70,14 @@ def blocking(conn: psycopg.Connection[Any], pid: int) -> list[Blocker]:
 
 
 def older_than(conn: psycopg.Connection[Any], seconds: float) -> list[Blocker]:
-    """The transactions that have been open for longer than `seconds`, in any database, the oldest first."""
+    """The transactions that have written and been open for longer than `seconds`, in any database, the oldest first.
+
+    Others' sessions are seen only by a role that has the privileges of pg_read_all_stats; prepared transactions by all.
+    """
     return _ordered(
         conn,
-        f"{_SESSION} WHERE a.xact_start < clock_timestamp() - make_interval(secs => %(seconds)s) AND a.backend_type <> 'walsender' "
-        f"AND a.pid <> pg_catalog.pg_backend_pid() UNION ALL {_PREPARED} "
+        f"{_SESSION} WHERE a.xact_start < clock_timestamp() - make_interval(secs => %(seconds)s) AND a.backend_xid IS NOT NULL "
+        f"UNION ALL {_PREPARED} "
         "WHERE p.prepared < clock_timestamp() - make_interval(secs => %(seconds)s)",
         {"seconds": seconds},
     )

@@ -250,9 +250,9 @@ class ReplicationStream:
     def _missing_publication(self) -> PgwalError:
         return self._fail(
             SlotLost(
-                f"Publication {self._publication} is missing at a point of the WAL that slot {self._slot} has still to read: it was "
-                f"dropped, or made after the slot, and the changes there are in no stream. Run `pgwal resnapshot --all` to read every table "
-                f"again."
+                f"Publication {self._publication} is missing at a point of the WAL that slot {self._slot} has still to read: it "
+                f"was dropped, or made after the slot, and the changes there are in no stream. Run `pgwal resnapshot --all` to read every "
+                f"table again."
             )
         )
 

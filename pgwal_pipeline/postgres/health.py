@@ -1,0 +1,373 @@
+"""Whether a source is as it must be: each thing looked at by itself, with what was found and what mends it; nothing is changed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import psycopg
+
+from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.postgres import blockers, publication
+from pgwal_pipeline.postgres.candidates import candidate_tables
+from pgwal_pipeline.postgres.catalog import tables_of
+from pgwal_pipeline.postgres.dsn import connect, describe_dsn, replication_connection, translate
+from pgwal_pipeline.postgres.slot_state import Connection, SlotState, inspect, require_usable
+from pgwal_pipeline.relation import Relation, TableName, quote_ident
+
+OLDEST_VERSION = 140000
+LEAST_NOTICE = 3600.0
+"""Seconds until a slot is lost from which on it is no longer well."""
+
+_OLD_TRANSACTION = 300.0  # seconds
+_SHORTEST_SENDER_TIMEOUT = 5.0  # seconds; below this a busy machine may answer too late
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing looked at: what was found, and what mends it. Not `ok` is what would stop the pipeline; `mend` beside `ok` is advice."""
+
+    name: str
+    ok: bool
+    found: str
+    mend: str | None = None
+
+
+class SlotHealth(NamedTuple):
+    """`seconds_to_invalidation` at the present rate, None where nothing bounds them or nothing is written."""
+
+    ok: bool
+    message: str
+    seconds_to_invalidation: float | None
+
+
+def slot_health(state: SlotState, rate_bytes_per_s: float) -> SlotHealth:
+    """Whether the slot lives, and for how long it will if nobody reads it while the source writes `rate_bytes_per_s` of WAL."""
+    if state.lost:
+        return SlotHealth(False, f"slot {state.name} is lost: the source gave it up ({state.invalidation_reason or 'wal_removed'})", 0.0)
+    behind = f"slot {state.name} is {size(state.lag_bytes)} behind"
+    if state.wal_status == "unreserved":
+        return SlotHealth(False, f"{behind} and may be lost at the next checkpoint", 0.0)
+    if state.safe_wal_size is None:
+        return SlotHealth(True, f"{behind}; nothing limits the WAL that is kept for it", None)
+    room = max(0, state.safe_wal_size)
+    if rate_bytes_per_s <= 0:
+        return SlotHealth(True, f"{behind}; the source may write {size(room)} more before it is lost", None)
+    seconds = room / rate_bytes_per_s
+    return SlotHealth(
+        seconds >= LEAST_NOTICE,
+        f"{behind}; unread, it is lost after {size(room)} more of WAL, in {blockers.duration(seconds)} at the present rate",
+        seconds,
+    )
+
+
+def doctor_checks(dsn: str, *, slot: str, publication: str, globs: str) -> list[Check]:
+    """Look at everything that reading this source stands on. Never raises for what it finds; past an unreachable source there is no more.
+
+    `slot` and `publication` are names, there or yet to be made; `globs` as in PGWAL_TABLES.
+    """
+    try:
+        with closing(connect(dsn)) as conn:
+            source = _Source(conn, dsn, slot, publication, globs)
+            version = conn.info.server_version
+            found = f"{describe_dsn(dsn)}, Postgres {version // 10000}.{version % 10000}"
+            if version < OLDEST_VERSION:
+                return [Check("source", False, found, f"Upgrade it: the pipeline reads Postgres {OLDEST_VERSION // 10000} and newer.")]
+            return [Check("source", True, found), *_all_checks(source)]
+    except PgwalError as error:
+        return [Check("source", False, str(error), "Do as the sentence says; `pgwal doctor` then looks at the rest.")]
+
+
+@dataclass(frozen=True)
+class _Source:
+    conn: Connection
+    dsn: str
+    slot: str
+    publication: str
+    globs: str
+
+    def value(self, expression: str, *params: Any) -> Any:
+        rows = self.conn.execute(f"SELECT {expression}".encode(), params or None).fetchall()
+        return rows[0][0]
+
+    def setting(self, name: str) -> int:
+        """A setting's number, in the unit that pg_settings gives it in."""
+        return int(self.value("(SELECT setting FROM pg_catalog.pg_settings WHERE name = %s)", name))
+
+    @property
+    def standby(self) -> bool:
+        return self.value("pg_catalog.pg_is_in_recovery()")
+
+
+def _all_checks(source: _Source) -> Iterator[Check]:
+    for name, look in _LOOKS:
+        try:
+            check = look(source)
+        except psycopg.Error as error:
+            check = Check(name, False, str(translate(error, f"looking at {name}")), "See to what the source says, then look again.")
+        except PgwalError as error:
+            check = Check(name, False, str(error), "Do as the sentence says, then look again.")
+        if check is not None:
+            yield check
+
+
+def _wal_level(source: _Source) -> Check:
+    found = source.value("current_setting('wal_level')")
+    mend = "Run ALTER SYSTEM SET wal_level = 'logical' and restart the server (on a managed service: its logical replication parameter)."
+    return Check("wal_level", found == "logical", found, None if found == "logical" else mend)
+
+
+def _standby(source: _Source) -> Check | None:
+    if not source.standby:
+        return None
+    if source.conn.info.server_version < 160000:
+        found = "the source is a standby older than 16, which decodes no WAL"
+        return Check("standby", False, found, "Set PGWAL_SOURCE_DSN to its primary.")
+    if source.value("current_setting('hot_standby_feedback')") != "on":
+        found = "a standby with hot_standby_feedback off: its primary may remove rows of the catalog that the slot needs"
+        return Check("standby", True, found, "Set hot_standby_feedback = on on the standby.")
+    return Check("standby", True, "a standby with hot_standby_feedback on")
+
+
+def _replication(source: _Source) -> Check:
+    role, rights = source.conn.execute(
+        """SELECT current_user::text, ARRAY(
+               SELECT a.name FROM (VALUES ('SUPERUSER', r.rolsuper), ('REPLICATION', r.rolreplication)) AS a (name, held) WHERE a.held
+               UNION ALL
+               SELECT g.rolname::text FROM pg_catalog.pg_roles g WHERE g.rolname = ANY (%s) AND pg_catalog.pg_has_role(g.oid, 'MEMBER'))
+           FROM pg_catalog.pg_roles r WHERE r.rolname = current_user""",
+        [["rds_replication", "rds_superuser", "cloudsqlsuperuser", "azure_pg_admin", "alloydbsuperuser"]],
+    ).fetchall()[0]
+    held = f"role {role} has {', '.join(rights)}" if rights else f"role {role} has no REPLICATION"
+    try:
+        replication_connection(source.dsn).finish()
+    except PgwalError as error:
+        mend = (
+            f"Run ALTER ROLE {quote_ident(role)} REPLICATION (on a managed service grant its replication role), and connect to the server "
+            f"itself, not to a pooler."
+        )
+        return Check("replication", False, f"{held}; {error}", mend)
+    return Check("replication", True, f"{held}; a replication connection was made")
+
+
+def _slots(source: _Source) -> Check:
+    limit = source.setting("max_replication_slots")
+    used, there = source.conn.execute(
+        "SELECT count(*), coalesce(bool_or(slot_name = %s), false) FROM pg_catalog.pg_replication_slots", [source.slot]
+    ).fetchall()[0]
+    found = f"{used} of {limit} replication slots are taken"
+    mend = "Raise max_replication_slots and restart the server, or drop a slot that nobody reads."
+    if used < limit:
+        return Check("max_replication_slots", True, found)
+    if there:
+        return Check("max_replication_slots", True, f"{found}, ours among them: none is left for catching up or `pgwal verify`", mend)
+    return Check("max_replication_slots", False, found, mend)
+
+
+def _walsenders(source: _Source) -> Check:
+    limit = source.setting("max_wal_senders")
+    used = source.value("count(*) FROM pg_catalog.pg_stat_replication")
+    found = f"{used} of {limit} walsenders are taken"
+    if used < limit:
+        return Check("max_wal_senders", True, found)
+    return Check("max_wal_senders", False, found, "Raise max_wal_senders and restart the server, or end a walsender that is not needed.")
+
+
+def _publication(source: _Source) -> Check:
+    name = source.publication
+    rows = source.conn.execute(
+        "SELECT coalesce(pg_catalog.obj_description(p.oid, 'pg_publication') = %s, false), p.pubviaroot, "
+        "p.pubinsert AND p.pubupdate AND p.pubdelete AND p.pubtruncate FROM pg_catalog.pg_publication p WHERE p.pubname = %s",
+        [publication.COMMENT, name],
+    ).fetchall()
+    if not rows:
+        return _publication_to_make(source)
+    ours, via_root, everything = rows[0]
+    count = len(tables_of(source.conn, name))
+    found = f"publication {name} is {'ours' if ours else 'not ours and used as it is'}, with {_counted(count, 'table')}"
+    if ours:
+        return Check("publication", True, found)
+    lacks = [text for text, there in (("some of insert, update, delete, truncate", everything), ("partition roots", via_root)) if not there]
+    if not lacks:
+        return Check("publication", True, found)
+    return Check(
+        "publication",
+        True,
+        f"{found}; it does not publish {' nor '.join(lacks)}",
+        f"Let its owner run ALTER PUBLICATION {quote_ident(name)} SET (publish = 'insert, update, delete, truncate', "
+        f"publish_via_partition_root = true), unless that is meant.",
+    )
+
+
+def _publication_to_make(source: _Source) -> Check:
+    name = source.publication
+    role, database, may_create = source.conn.execute(
+        "SELECT current_user::text, current_database()::text, pg_catalog.has_database_privilege(current_database(), 'CREATE')"
+    ).fetchall()[0]
+    barred = [candidate for candidate in candidate_tables(source.conn, source.globs) if candidate.reason is None and not candidate.owned]
+    lacks = [] if may_create else [f"has no CREATE on database {database}"]
+    if barred:
+        lacks.append(f"does not own {_listed([candidate.table for candidate in barred])}")
+    statement = publication.creation_sql(source.conn, name, source.globs)
+    if source.standby:
+        return Check("publication", False, f"there is no publication {name}, and a standby makes none", f"Run on the primary: {statement}")
+    if lacks:
+        return Check(
+            "publication",
+            False,
+            f"there is no publication {name}, and role {role} {' and '.join(lacks)}",
+            f"Let a superuser run: {statement}",
+        )
+    return Check("publication", True, f"there is no publication {name} yet; role {role} may make it")
+
+
+def _tables(source: _Source) -> Check:
+    """Those that a publication of ours would hold or leave out; those of another's are as they are."""
+    if source.value("EXISTS (SELECT FROM pg_catalog.pg_publication WHERE pubname = %s)", source.publication):
+        tables = tables_of(source.conn, source.publication)
+        bad = [relation.table for relation in tables if not any(column.identity for column in relation.columns)]
+        if bad:
+            found = (
+                f"{_counted(len(tables), 'table')} published; without a replica identity, so that UPDATE and DELETE fail: {_listed(bad)}"
+            )
+            return Check("tables", True, found, "Give each a primary key and REPLICA IDENTITY DEFAULT, or REPLICA IDENTITY FULL.")
+        return Check("tables", True, f"{_counted(len(tables), 'table')} published")
+    candidates = candidate_tables(source.conn, source.globs)
+    skipped = [candidate for candidate in candidates if candidate.reason is not None]
+    found = f"{_counted(len(candidates) - len(skipped), 'table')} to follow"
+    if not candidates:
+        return Check(
+            "tables", True, f"no table matches PGWAL_TABLES={source.globs}", "Set PGWAL_TABLES, unless tables are still to be made."
+        )
+    if not skipped:
+        return Check("tables", True, found)
+    reasons = "; ".join(f"{candidate.table}: {candidate.reason}" for candidate in skipped[:_SHOWN])
+    more = f"; and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
+    return Check("tables", True, f"{found}; left out are {reasons}{more}", "Do as each reason says, or leave them out in PGWAL_TABLES.")
+
+
+def _select(source: _Source) -> Check:
+    role = quote_ident(source.value("current_user::text"))
+    if source.value("EXISTS (SELECT FROM pg_catalog.pg_publication WHERE pubname = %s)", source.publication):
+        relations = tables_of(source.conn, source.publication)
+        tables = [relation.table for relation in relations]
+        closed = _unreadable(source.conn, relations)
+        if closed:
+            schemas = ", ".join(sorted({quote_ident(table.schema) for table in closed}))
+            mend = f"Run GRANT USAGE ON SCHEMA {schemas} TO {role} and GRANT SELECT ON {', '.join(map(str, closed))} TO {role}."
+            return Check("select", False, f"role {role} may not read {_listed(closed)}", mend)
+    else:
+        # One that may not be read is left out of the publication; the check of the tables says so.
+        tables = [candidate.table for candidate in candidate_tables(source.conn, source.globs) if candidate.reason is None]
+    filtered = _filtered(source.conn, tables)
+    if filtered:
+        found = f"row-level security hides rows of {_listed(filtered)} from role {role}, so a snapshot would lack them"
+        return Check("select", False, found, f"Run ALTER ROLE {role} BYPASSRLS.")
+    return Check("select", True, f"role {role} may read every table that is followed")
+
+
+def _unreadable(conn: Connection, relations: list[Relation]) -> list[TableName]:
+    columns = [(relation.oid, name) for relation in relations for name in relation.column_names]
+    rows = conn.execute(
+        """SELECT DISTINCT t.oid FROM unnest(%s::oid[], %s::text[]) AS t (oid, name)
+           JOIN pg_catalog.pg_class c ON c.oid = t.oid
+           JOIN pg_catalog.pg_attribute a ON a.attrelid = t.oid AND a.attname = t.name
+           WHERE NOT (pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE')
+               AND pg_catalog.has_column_privilege(t.oid, a.attnum, 'SELECT'))""",
+        [[oid for oid, _ in columns], [name for _, name in columns]],
+    ).fetchall()
+    oids = {row[0] for row in rows}
+    return [relation.table for relation in relations if relation.oid in oids]
+
+
+def _filtered(conn: Connection, tables: list[TableName]) -> list[TableName]:
+    rows = conn.execute(
+        """SELECT t.schema, t.name FROM unnest(%s::text[], %s::text[]) AS t (schema, name)
+           JOIN pg_catalog.pg_namespace n ON n.nspname = t.schema
+           JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.name
+           WHERE pg_catalog.row_security_active(c.oid) ORDER BY 1, 2""",
+        [[table.schema for table in tables], [table.name for table in tables]],
+    ).fetchall()
+    return [TableName(*row) for row in rows]
+
+
+def _slot(source: _Source) -> Check:
+    state = inspect(source.conn, source.slot)
+    if state is None:
+        return Check("slot", True, f"there is no slot {source.slot} yet; the first run makes it")
+    require_usable(state, source.conn.info.dbname)
+    health = slot_health(state, 0.0)
+    read = f", read by pid {state.active_pid}" if state.active else ""
+    return Check("slot", True, f"{health.message}{read}", None if health.ok else "Run `pgwal drain` now, and see that it runs more often.")
+
+
+def _sender_timeout(source: _Source) -> Check:
+    seconds = source.setting("wal_sender_timeout") / 1000
+    mend = "Run ALTER SYSTEM SET wal_sender_timeout = '60s' and SELECT pg_reload_conf()."
+    if seconds == 0:
+        found = "off: the slot stays taken for long when the connection of its reader dies without a word"
+        return Check("wal_sender_timeout", True, found, mend)
+    if seconds < _SHORTEST_SENDER_TIMEOUT:
+        return Check("wal_sender_timeout", True, f"{seconds:g} s: a reader on a busy machine may answer too late", mend)
+    return Check("wal_sender_timeout", True, f"{seconds:g} s")
+
+
+def _kept_wal(source: _Source) -> Check:
+    megabytes = source.setting("max_slot_wal_keep_size")
+    idle = source.setting("idle_replication_slot_timeout") if source.conn.info.server_version >= 180000 else 0
+    timeout = f"; a slot unread for {blockers.duration(idle)} is given up (idle_replication_slot_timeout)" if idle else ""
+    if megabytes < 0:
+        return Check(
+            "max_slot_wal_keep_size",
+            True,
+            f"unlimited: a slot that nobody reads fills the server's disk{timeout}",
+            "Set max_slot_wal_keep_size to what the disk can spare, and watch the slot's health.",
+        )
+    return Check("max_slot_wal_keep_size", True, f"a slot more than {size(megabytes << 20)} behind is given up{timeout}")
+
+
+def _transactions(source: _Source) -> Check:
+    old = blockers.older_than(source.conn, _OLD_TRANSACTION)
+    if not old:
+        return Check("transactions", True, f"none that wrote is open for longer than {blockers.duration(_OLD_TRANSACTION)}")
+    found = f"open for long: {blockers.describe(old)}"
+    mend = "End them (SELECT pg_terminate_backend(PID), or ROLLBACK PREPARED) unless they are at work: "
+    if inspect(source.conn, source.slot) is None:
+        return Check("transactions", False, found, f"{mend}the slot can be made only when they have ended.")
+    return Check("transactions", True, found, f"{mend}their changes come only when they end, and the WAL since they began is kept.")
+
+
+_LOOKS: tuple[tuple[str, Callable[[_Source], Check | None]], ...] = (
+    ("wal_level", _wal_level),
+    ("standby", _standby),
+    ("replication", _replication),
+    ("max_replication_slots", _slots),
+    ("max_wal_senders", _walsenders),
+    ("publication", _publication),
+    ("tables", _tables),
+    ("select", _select),
+    ("slot", _slot),
+    ("wal_sender_timeout", _sender_timeout),
+    ("max_slot_wal_keep_size", _kept_wal),
+    ("transactions", _transactions),
+)
+
+
+def size(count: int) -> str:
+    """`512 B`, `1.5 MB`: a number of bytes for people, 1 kB being 1024."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TB"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _listed(tables: list[TableName]) -> str:
+    more = f" and {len(tables) - _SHOWN} more" if len(tables) > _SHOWN else ""
+    return ", ".join(map(str, tables[:_SHOWN])) + more
