@@ -1,8 +1,12 @@
 """The code location: nothing but wiring. What is defined stands in `defs/`, what it is made of in `components/`."""
 
+import warnings
 from pathlib import Path
 
 import dagster as dg
+
+# Of beta parameters that Dagster passes from one of its own functions to another.
+warnings.filterwarnings("ignore", category=dg.BetaWarning, module=r"dagster\.")
 
 
 @dg.definitions

@@ -1,0 +1,245 @@
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+import pytest
+
+from pgwal_pipeline.asset_specs import REPORT, AssetNames
+from pgwal_pipeline.components.requests import LOOK
+from pgwal_pipeline.known_tables import remembered
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Ledger
+from pgwal_pipeline.lsn import parse_window_key, window_key
+from pgwal_pipeline.pipeline.drain import bootstrap, next_target
+from pgwal_pipeline.pipeline.status import lag
+from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests.components.projects import project
+from pgwal_pipeline_tests.support import Source
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+NAMES = AssetNames("pgwal")
+ORDERS, ODD, LATER = TableName("public", "orders"), TableName("public", "Order Lines"), TableName("public", "later")
+WINDOWS = "wal_windows"
+
+
+class Location:
+    """A code location on a database of the test's own, in an instance of its own."""
+
+    def __init__(self, definitions: dg.Definitions, instance: dg.DagsterInstance, settings: Settings) -> None:
+        self.definitions, self.instance, self.settings = definitions, instance, settings
+
+    def target(self) -> str:
+        return window_key(next_target(self.settings))
+
+    def run(
+        self, job: str, key: str | None = None, config: Mapping[str, Any] | None = None, fails: bool = False
+    ) -> dg.ExecuteInProcessResult:
+        if key is not None:
+            self.instance.add_dynamic_partitions(WINDOWS, [key])
+        result = self.definitions.resolve_job_def(job).execute_in_process(
+            instance=self.instance, partition_key=key, run_config={"ops": dict(config)} if config else {}, raise_on_error=False
+        )
+        assert result.success != fails, [event.message for event in result.all_events if event.is_failure]
+        return result
+
+
+@pytest.fixture
+def location(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
+    source.sql("CREATE TABLE orders (id int PRIMARY KEY, total int)")
+    source.sql('CREATE TABLE "Order Lines" (id int PRIMARY KEY)')
+    for name, value in {
+        "DAGSTER_HOME": str(tmp_path / "home"),
+        "PGWAL_SOURCE_DSN": source.dsn,
+        "PGWAL_LAKE": str(tmp_path / "lake"),
+        "PGWAL_SPARK_MASTER": "local[2]",
+        "PGWAL_BUSY_TIMEOUT": "1s",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with ExitStack() as stack:
+        definitions = stack.enter_context(project(tmp_path, {"cdc": {}}))
+        yield Location(definitions, stack.enter_context(dg.instance_for_test()), Settings.from_environment())
+
+
+def materialized(result: dg.ExecuteInProcessResult) -> dict[tuple[dg.AssetKey, str | None], Mapping[str, Any]]:
+    found = {}
+    for event in result.get_asset_materialization_events():
+        made = event.step_materialization_data.materialization
+        found[made.asset_key, made.partition] = {name: value.value for name, value in made.metadata.items()}
+    return found
+
+
+def observed(result: dg.ExecuteInProcessResult) -> list[Mapping[str, Any]]:
+    found = []
+    for event in result.all_events:
+        if event.is_asset_observation:
+            observation = event.asset_observation_data.asset_observation
+            assert observation.asset_key == NAMES.slot
+            found.append({name: value.value for name, value in observation.metadata.items()})
+    return found
+
+
+def failure(result: dg.ExecuteInProcessResult) -> str:
+    data = result.get_step_failure_events()[0].step_failure_data
+    assert data.user_failure_data is not None
+    return data.user_failure_data.description or ""
+
+
+def test_a_drain_materializes_every_raw_table_in_its_window(location: Location, source: Source) -> None:
+    bootstrap(location.settings, progress=Silent())
+    source.sql("INSERT INTO orders SELECT g, g FROM generate_series(1, 5) g")
+    source.sql("UPDATE orders SET total = 0 WHERE id < 3")
+    key = location.target()
+    made = materialized(result := location.run("drain", key))
+    assert set(made) == {(NAMES.raw(ORDERS), key), (NAMES.raw(ODD), key)}
+    orders, odd = made[NAMES.raw(ORDERS), key], made[NAMES.raw(ODD), key]
+    assert (orders["dagster/partition_row_count"], orders["pgwal/inserts"], orders["pgwal/updates"]) == (7, 5, 2)
+    assert odd["dagster/partition_row_count"] == 0
+    (numbers,) = observed(result)
+    assert (numbers["pgwal/changes"], numbers["pgwal/transactions"], numbers["pgwal/raw_rows"]) == (7, 2, 7)
+    assert numbers["pgwal/lag_before_bytes"] > numbers["pgwal/lag_after_bytes"]
+    assert {"pgwal/drain_seconds", "pgwal/decode_seconds", "pgwal/write_seconds"} <= numbers.keys()
+    assert numbers[REPORT]["windows"][0]["key"] == key
+    assert numbers[REPORT]["changes"] == 7
+    seen, now = numbers[LOOK], lag(location.settings)
+    assert (seen["snapshot"], seen["insert_lsn"]) == (now.snapshot, parse_window_key(key))
+
+
+def test_a_window_that_was_drained_before_is_told_from_the_ledger(location: Location, source: Source) -> None:
+    bootstrap(location.settings, progress=Silent())
+    source.sql("INSERT INTO orders SELECT g, g FROM generate_series(1, 5) g")
+    key = location.target()
+    first = materialized(location.run("drain", key))
+    source.sql("INSERT INTO orders SELECT g, g FROM generate_series(6, 9) g")
+    again = location.run("drain", key)
+    assert materialized(again) == first
+    assert observed(again)[0][REPORT]["changes"] == 5
+    ends = [window.key for window in Ledger(Lake(location.settings.lake)).windows() if window.start_lsn < window.end_lsn]
+    assert ends == [key]
+
+
+def test_a_window_that_cannot_be_drained_fails_and_says_why(location: Location, source: Source) -> None:
+    bootstrap(location.settings, progress=Silent())
+    source.sql("INSERT INTO orders VALUES (1, 1)")
+    early = window_key(next_target(location.settings) - 8)
+    location.run("drain", location.target())
+    assert "raw holds everything up to" in failure(location.run("drain", early, fails=True))
+    late = window_key(next_target(location.settings) + (1 << 30))
+    assert "choose an end that is past" in failure(location.run("drain", late, fails=True))
+    assert "is not a window's key" in failure(location.run("drain", "tomorrow", fails=True))
+
+
+def test_a_slot_that_is_held_is_named(location: Location) -> None:
+    from pgwal_pipeline.postgres import slot
+
+    with slot.exclusive(location.settings.dsn, location.settings.slot, 5.0):
+        result = location.run("drain", location.target(), fails=True)
+    assert len([event for event in result.all_events if event.is_step_up_for_retry]) == 0
+    assert "pgwal" in failure(result)
+
+
+def test_a_table_that_the_definitions_do_not_have_is_captured(location: Location, source: Source) -> None:
+    bootstrap(location.settings, progress=Silent())
+    source.sql("CREATE TABLE later (id int PRIMARY KEY)")
+    bootstrap(location.settings, progress=Silent())
+    source.sql("INSERT INTO later VALUES (1), (2)")
+    key = location.target()
+    made = materialized(location.run("drain", key))
+    assert made[NAMES.raw(LATER), key]["dagster/partition_row_count"] == 2
+    assert LATER in {known.table for known in remembered(location.settings)}
+
+
+def test_the_run_that_makes_the_slot(location: Location, source: Source) -> None:
+    source.sql("INSERT INTO orders VALUES (1, 1)")
+    key = location.target()
+    made = materialized(location.run("drain", key))
+    assert [metadata["dagster/partition_row_count"] for metadata in made.values()] == [0, 0]
+    assert lag(location.settings).slot_exists
+
+
+def test_from_an_empty_lake_to_current_and_verified(location: Location, source: Source, spark: "SparkSession") -> None:
+    assert spark is not None
+    source.sql("INSERT INTO orders SELECT g, g FROM generate_series(1, 5) g")
+    bootstrap(location.settings, progress=Silent())
+    snapshot = location.run("snapshot")
+    made = materialized(snapshot)
+    assert made[NAMES.snapshot(ORDERS), None]["dagster/row_count"] == 5
+    assert made[NAMES.snapshot(ODD), None]["dagster/row_count"] == 0
+    assert observed(snapshot)[0]["pgwal/snapshot_rows"] == 5
+    assert materialized(location.run("snapshot")) == {}
+
+    source.sql("INSERT INTO orders VALUES (6, 6)")
+    synced = location.run("sync", location.target())
+    made = materialized(synced)
+    assert made[NAMES.current(ORDERS), None]["dagster/row_count"] == 6
+    assert made[NAMES.current(ODD), None]["dagster/row_count"] == 0
+    assert {check.check_name: check.passed for check in synced.get_asset_check_evaluations()} == {"followed": True}
+    drained, published = observed(synced)
+    assert drained["pgwal/changes"] == 1
+    assert published["pgwal/published_tables"] == 2
+    assert published[REPORT]["publish"]["tables"].keys() == {"public.orders", 'public."Order Lines"'}
+
+    source.sql("UPDATE orders SET total = 0")
+    made = materialized(location.run("sync", location.target()))
+    assert NAMES.current(ORDERS) in {key for key, _ in made}
+    assert NAMES.current(ODD) not in {key for key, _ in made}
+
+    verified = location.run("verify")
+    checks = {(check.asset_key, check.check_name): check for check in verified.get_asset_check_evaluations()}
+    assert set(checks) == {
+        (NAMES.slot, "health"),
+        (NAMES.current(ORDERS), "equals_source"),
+        (NAMES.current(ODD), "equals_source"),
+    }
+    assert all(check.passed for check in checks.values())
+    report = next(numbers[REPORT] for numbers in observed(verified))
+    assert report["verify"]["equal"] is True
+
+    one = location.run("verify", config={"verify_current": {"config": {"tables": ["public.orders"]}}})
+    assert {check.asset_key for check in one.get_asset_check_evaluations() if check.check_name == "equals_source"} == {
+        NAMES.current(ORDERS)
+    }
+
+    again = location.run("snapshot", config={"take_snapshots": {"config": {"tables": ["public.orders"]}}})
+    assert {key for key, _ in materialized(again)} == {NAMES.snapshot(ORDERS)}
+    assert location.run("publish").success
+    location.run("maintenance")
+
+
+def test_a_current_table_alone(location: Location, source: Source, spark: "SparkSession") -> None:
+    assert spark is not None
+    bootstrap(location.settings, progress=Silent())
+    location.run("snapshot")
+    location.run("sync", location.target())
+    source.sql("INSERT INTO orders VALUES (1, 1)")
+    source.sql('INSERT INTO "Order Lines" VALUES (1)')
+    location.run("drain", location.target())
+    job = location.definitions.get_implicit_global_asset_job_def()
+    result = job.execute_in_process(instance=location.instance, asset_selection=[NAMES.current(ORDERS)])
+    assert {key for key, _ in materialized(result)} == {NAMES.current(ORDERS)}
+
+
+def test_with_no_table_known_the_jobs_do_the_same_work(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spark: "SparkSession"
+) -> None:
+    assert spark is not None
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PGWAL_LAKE", str(tmp_path / "lake"))
+    monkeypatch.setenv("PGWAL_SPARK_MASTER", "local[2]")
+    monkeypatch.setenv("PGWAL_SOURCE_DSN", source.dsn)
+    with project(tmp_path, {"cdc": {}}) as definitions, dg.instance_for_test() as instance:
+        source.sql("CREATE TABLE orders (id int PRIMARY KEY)")
+        source.sql("INSERT INTO orders VALUES (1)")
+        location = Location(definitions, instance, Settings.from_environment())
+        location.run("sync", location.target())
+        location.run("snapshot", config={"take_snapshots": {"config": {"tables": []}}})
+        made = materialized(location.run("sync", location.target()))
+        assert NAMES.current(ORDERS) in {key for key, _ in made}
+        assert location.run("verify").success
+        assert location.run("drain", location.target()).success
+        assert location.run("publish").success
