@@ -1,11 +1,10 @@
 """Programs that run beside the demo and end with it, whatever ends it.
 
-On Linux a program asks the kernel for a SIGINT when the demo dies, and orphans further down come back to the demo as its own children, so
-that none is lost. Elsewhere each program's session is ended as a whole.
+On Linux a program asks the kernel for a SIGINT when the demo dies. What it has started itself may outlive it for a while, as a run in
+progress does; every process bears the mark of its demo in its environment, by which an orderly end, and the next start, find what is left.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -17,16 +16,14 @@ from pathlib import Path
 from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.local.process import spawn
 
-_PR_SET_CHILD_SUBREAPER = 36
+_MARK = "PGWAL_DEMO_FOLDER"
 _LOG_LIMIT = 16 << 20  # bytes; an older log is thrown away at the next start
 _LINUX = sys.platform.startswith("linux")
 
 
-def adopt_orphans() -> None:
-    """From now on, processes that our programs leave behind become our children, so that `end_descendants` finds them. Linux only."""
-    if _LINUX:
-        zero = ctypes.c_ulong(0)
-        ctypes.CDLL(None).prctl(ctypes.c_int(_PR_SET_CHILD_SUBREAPER), ctypes.c_ulong(1), zero, zero, zero)
+def mark(root: Path) -> dict[str, str]:
+    """The environment variable that programs of the demo in `root` bear, and hand on to all that they start."""
+    return {_MARK: str(root)}
 
 
 class Program:
@@ -83,56 +80,32 @@ def end_programs(programs: Iterable[Program], seconds: float) -> None:
         program.end(deadline)
 
 
-def end_descendants(seconds: float, spare: Iterable[int] = ()) -> None:
-    """End every process that stems from this one, but for `spare` and theirs: SIGTERM, after `seconds` SIGKILL. Linux only."""
-    if not _LINUX:
-        return
-    spared = frozenset(spare)
-    deadline = time.monotonic() + seconds
+def end_marked(root: Path, seconds: float) -> int:
+    """End every process with the mark of the demo in `root`: SIGTERM, after `seconds` SIGKILL. Linux only; returns how many there were."""
     asked: set[int] = set()
-    while left := _descendants(spared):
+    deadline = time.monotonic() + seconds
+    while left := _marked(root):
         late = time.monotonic() > deadline
         for pid in left:
             if late or pid not in asked:
-                _signal(pid, signal.SIGKILL if late else signal.SIGTERM)
                 asked.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
         if time.monotonic() > deadline + 2:
-            return
+            break
         time.sleep(0.05)
-        _reap(left)
+    return len(asked)
 
 
-def _descendants(spared: frozenset[int]) -> list[int]:
-    """Live processes below this one, from /proc."""
-    children: dict[int, list[int]] = {}
+def _marked(root: Path) -> list[int]:
+    """Live processes of ours with the mark, but for this one. A dead one that nobody has collected yet has no environment any more."""
+    if not _LINUX:
+        return []
+    wanted = f"{_MARK}={root}".encode()
+    found = []
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # pid (comm) state ppid …: the name in parentheses may hold anything, a parenthesis too.
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if state != "Z" or int(parent) == os.getpid():
-            children.setdefault(int(parent), []).append(int(entry.name))
-    found: list[int] = []
-    queue = [os.getpid()]
-    while queue:
-        for pid in children.get(queue.pop(), ()):
-            if pid not in spared:
-                found.append(pid)
-                queue.append(pid)
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
     return found
-
-
-def _reap(pids: Iterable[int]) -> None:
-    for pid in pids:
-        try:
-            os.waitpid(pid, os.WNOHANG)
-        except (ChildProcessError, OSError):
-            continue
-
-
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)

@@ -22,7 +22,7 @@ import psycopg
 
 from pgwal_pipeline.demo.dagster_ui import DagsterUi, free_port, is_free
 from pgwal_pipeline.demo.invariants import INVARIANTS, TABLES, broken_in_lake
-from pgwal_pipeline.demo.processes import adopt_orphans, end_descendants, end_programs
+from pgwal_pipeline.demo.processes import end_marked, end_programs, mark
 from pgwal_pipeline.demo.shop import is_seeded, seed
 from pgwal_pipeline.demo.workload import Workload
 from pgwal_pipeline.errors import LakeError, PgwalError
@@ -110,8 +110,9 @@ def run_demo(folder: Path = FOLDER, *, rate: float = RATE, port: int = UI_PORT) 
 def _run(place: Place, rate: float, port: int, stack: ExitStack) -> None:
     place.root.mkdir(parents=True, exist_ok=True)
     stack.enter_context(_only_one(place))
-    adopt_orphans()
     _say(f"Everything of the demo lies in {_short(place.root)}; remove that folder to begin anew.")
+    if end_marked(place.root, 5.0):
+        _say("Ended what was left of a demo that had been killed.")
     postgres = _start_postgres(place, stack)
     _open_shop(postgres.dsn())
     workload = Workload(postgres.dsn(), rate=rate)
@@ -156,11 +157,10 @@ def _start_dagster(place: Place, postgres: Postgres, wanted_port: int, stack: Ex
     _write_environment(place, own)
     place.dagster_home.mkdir(exist_ok=True)
     shutil.copyfile(_INSTANCE, place.dagster_home / "dagster.yaml")
-    environment = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("PG")} | own
+    environment = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("PG")} | own | mark(place.root)
     port = free_port(wanted_port)
     _say(f"Starting Dagster: webserver, daemon and code server{'' if port == wanted_port else f' (port {wanted_port} is taken)'} …")
-    assert postgres.pid is not None
-    stack.callback(end_descendants, 3.0, spare=[postgres.pid])
+    stack.callback(end_marked, place.root, 4.0)
     # Not in the project's folder: Dagster would read an .env there, which is for the user's own source.
     ui = DagsterUi(environment, port, place.ui_log, place.root)
     stack.callback(end_programs, [ui.program], 10.0)
@@ -186,10 +186,10 @@ def _tell(place: Place, ui: DagsterUi, settings: Settings) -> None:
     orders = find_publish(settings)["tables"]["shop.orders"]["path"]
     sql = "select status, count(*) orders, sum(total) total from orders group by status order by orders desc"
     query = (
-        "import pyarrow as pa; from deltalake import DeltaTable, QueryBuilder; "
-        f"print(pa.table(QueryBuilder().register('orders', DeltaTable('{orders}')).execute('{sql}').read_all()).to_pandas())"
+        "import pyarrow as pa; from deltalake import DeltaTable as T, QueryBuilder as Q; "
+        f"print(pa.table(Q().register('orders', T('{_short(Path(orders))}')).execute('{sql}').read_all()).to_pandas())"
     )
-    _say("The first publish is done: every table in the lake stands at one LSN. Look here:")
+    _say("Every table in the lake stands at one LSN now, and moves on with each publish. Look here:")
     click.echo(f"""
       lineage     {ui.address}/asset-groups
       runs        {ui.address}/runs
@@ -206,7 +206,7 @@ def _tell(place: Place, ui: DagsterUi, settings: Settings) -> None:
 
     or read a table with nothing but deltalake:
 
-      {python} -c {shlex.quote(query)}
+      {python} -c "{query}"
 
     Ctrl-C ends everything; the next start goes on with the same data.
 """)

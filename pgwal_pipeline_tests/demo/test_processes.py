@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pgwal_pipeline.demo.dagster_ui import free_port
-from pgwal_pipeline.demo.processes import Program, end_programs
+from pgwal_pipeline.demo.processes import Program, end_marked, end_programs, mark
 from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline_tests.support import wait_for
 
@@ -19,26 +19,10 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the ker
 
 STUBBORN = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(60)"
 
-# Starts a program whose grandchild leaves its session and its parent, as a daemon does.
+# A program whose child leaves its session and its parent, as a daemon does, and does not care for SIGTERM.
 LEAVES_AN_ORPHAN = """
-import subprocess, sys, time
-from pathlib import Path
-from pgwal_pipeline.demo.processes import Program, adopt_orphans, end_descendants
-folder = Path(sys.argv[1])
-adopt_orphans()
-orphan = f"import os, subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
-spared = subprocess.Popen(["sleep", "60"])
-program = Program("it", [sys.executable, "-c", orphan], {}, folder / "log", folder)
-while program.running:
-    time.sleep(0.05)
-begin = time.monotonic()
-end_descendants(5.0, spare=[spared.pid])
-assert time.monotonic() - begin < 4
-assert spared.poll() is None
-spared.kill()
-spared.wait()
-left = subprocess.run(["ps", "--ppid", str(__import__("os").getpid()), "-o", "comm="], capture_output=True, text=True).stdout.split()
-assert left == ["ps"], left
+import subprocess
+subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 60 & wait; sleep 60"], start_new_session=True)
 """
 
 DIES = """
@@ -78,8 +62,17 @@ def test_programs_are_asked_to_end_and_then_made_to(tmp_path: Path) -> None:
 
 
 @linux
-def test_orphans_of_programs_are_ended(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", LEAVES_AN_ORPHAN, str(tmp_path)], check=True, timeout=30)
+def test_what_programs_leave_behind_is_found_by_its_mark(tmp_path: Path) -> None:
+    environment = {"PATH": os.environ["PATH"]}
+    other = Program("other", ["sleep", "60"], {**environment, **mark(tmp_path / "other")}, tmp_path / "other", tmp_path)
+    program = Program("it", [sys.executable, "-c", LEAVES_AN_ORPHAN], {**environment, **mark(tmp_path)}, tmp_path / "log", tmp_path)
+    wait_for(lambda: not program.running, what="the end of the program")
+    begin = time.monotonic()
+    assert end_marked(tmp_path, 0.5) == 2, "the shell and its sleep"
+    assert time.monotonic() - begin < 5
+    assert end_marked(tmp_path, 0.5) == 0
+    assert other.running
+    assert end_marked(tmp_path / "other", 5.0) == 1
 
 
 @linux
