@@ -18,8 +18,9 @@ def source_rows(conn: psycopg.Connection[Any], table: str) -> Counter[tuple[Any,
     with conn.transaction():
         conn.execute("SET LOCAL TimeZone = 'UTC'")
         columns = conn.execute(
-            "SELECT attname, typname, atttypmod FROM pg_attribute JOIN pg_type ON pg_type.oid = atttypid"
-            " WHERE attrelid = %s::regclass AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
+            "SELECT attname, base.typname, CASE WHEN own.typtype = 'd' THEN own.typtypmod ELSE atttypmod END FROM pg_attribute"
+            " JOIN pg_type own ON own.oid = atttypid JOIN pg_type base ON base.oid = CASE WHEN own.typtype = 'd' THEN own.typbasetype"
+            " ELSE own.oid END WHERE attrelid = %s::regclass AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
             [table],
         ).fetchall()
         wanted = ", ".join(_expression(*column) for column in columns)
@@ -28,8 +29,11 @@ def source_rows(conn: psycopg.Connection[Any], table: str) -> Counter[tuple[Any,
 
 def _expression(name: str, type_name: str, typmod: int) -> str:
     quoted = '"' + name.replace('"', '""') + '"'
-    typed = type_name in _TYPED or (type_name == "numeric" and typmod >= 0)
-    return quoted if typed else f"{quoted}::text"
+    if type_name == "float4":
+        return f"{quoted}::float8"
+    if type_name in _TYPED or (type_name == "numeric" and typmod >= 0) or type_name.startswith("_"):
+        return quoted
+    return f"CASE WHEN {quoted} IS DISTINCT FROM NULL THEN format('%s', {quoted}) END"  # as the type's output function writes it
 
 
 def lake_rows(path: str, version: int | None = None) -> Counter[tuple[Any, ...]]:

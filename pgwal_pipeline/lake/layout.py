@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 import pyarrow.fs as pafs
 from deltalake.fs import DeltaStorageHandler
@@ -154,4 +155,24 @@ def filesystem(uri: str) -> pafs.FileSystem:
 def _filesystem(uri: str, options: tuple[tuple[str, str], ...]) -> pafs.FileSystem:
     if "://" not in uri:
         return pafs.SubTreeFileSystem(uri, pafs.LocalFileSystem())
-    return pafs.PyFileSystem(DeltaStorageHandler(uri, dict(options)))
+    # Arrow's own client, not the one that delta-rs lends: that one stops every thread of the process while it waits for the store.
+    known = dict(options)
+    endpoint = urlsplit(known.get("AWS_ENDPOINT_URL", ""))
+    settings = {
+        "access_key": known.get("AWS_ACCESS_KEY_ID"),
+        "secret_key": known.get("AWS_SECRET_ACCESS_KEY"),
+        "session_token": known.get("AWS_SESSION_TOKEN"),
+        "region": known.get("AWS_REGION"),
+        "scheme": endpoint.scheme or None,
+        "endpoint_override": endpoint.netloc or None,
+    }
+    store = pafs.S3FileSystem(connect_timeout=5, request_timeout=60, **{name: value for name, value in settings.items() if value})
+    return pafs.SubTreeFileSystem(uri.split("://", 1)[1], store)
+
+
+def remove_file(uri: str, path: str) -> None:
+    """Remove the file at `path` from `uri` on. Arrow's client for object stores would leave an empty object in the folder's name behind."""
+    if "://" in uri:
+        DeltaStorageHandler(uri, storage_options(uri)).delete_file(path)
+    else:
+        filesystem(uri).delete_file(path)

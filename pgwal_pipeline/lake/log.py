@@ -24,7 +24,7 @@ SEQUENCE = "seq"
 """The column that numbers the rows of a log, from 1 on; later rows have larger numbers."""
 
 _MARKER = "pgwal_ledger"
-_MANY_FILES = 16
+_MANY_FILES = 8
 _LARGE_FILE = 1 << 20  # bytes; one that has grown so large is left alone when small ones are joined
 _CONFIGURATION = {
     "delta.checkpointInterval": "20",  # a reader that starts afresh reads the commits since the last checkpoint one by one

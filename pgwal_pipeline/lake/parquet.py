@@ -14,7 +14,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 from deltalake.transaction import AddAction
 
-from pgwal_pipeline.lake.layout import Lake, filesystem
+from pgwal_pipeline.lake.layout import Lake, filesystem, remove_file
 from pgwal_pipeline.lake.records import FileWrite
 
 ROW_GROUP_ROWS = 1 << 20
@@ -137,7 +137,7 @@ class ParquetFile:
 def discard_file(lake: Lake, path: str) -> None:
     """Remove a file that no commit names, as far as that is possible: vacuum takes what stays behind."""
     with suppress(OSError, pa.ArrowException):
-        filesystem(lake.uri).delete_file(path)
+        remove_file(lake.uri, path)
 
 
 def new_file_name() -> str:
@@ -190,8 +190,13 @@ def move(lake: Lake, source: str, target: str) -> None:
     there, moved = fs.get_file_info([source, target])
     if there.type == pafs.FileType.NotFound and moved.type != pafs.FileType.NotFound:
         return
-    make_folder(lake, str(PurePosixPath(target).parent))
-    fs.move(source, target)
+    if lake.is_local:
+        make_folder(lake, str(PurePosixPath(target).parent))
+        fs.move(source, target)
+        flush(lake, [target])
+    else:
+        fs.copy_file(source, target)
+        remove_file(lake.uri, source)
 
 
 def add_action(file: FileWrite, partition: dict[str, str]) -> AddAction:

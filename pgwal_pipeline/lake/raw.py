@@ -286,7 +286,6 @@ def commit_window(lake: Lake, key: str, writes: Iterable[TableWrite]) -> None:
 
 
 def _commit_table(lake: Lake, key: str, write: TableWrite) -> None:
-    failpoints.hit("raw.between_tables")
     with lake_errors(write.path):
         try:
             table = ensure_table(
@@ -304,6 +303,7 @@ def _commit_table(lake: Lake, key: str, write: TableWrite) -> None:
             except CommitFailedError:
                 table.update_incremental()
             else:
+                failpoints.hit("raw.between_tables")
                 return
         raise crowded(write.path)
 

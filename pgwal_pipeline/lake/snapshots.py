@@ -64,28 +64,34 @@ class SnapshotWriter:
         The pieces share one schema and are taken one by one; at most about 64 MB of them are held. On a failure nothing is committed.
         Raises TableError where the snapshot table has a column with another type, LakeError where the lake cannot be written.
         """
-        with lake_errors(self._uri):
-            chunk = _ChunkFiles(self._lake, self._folder, f"{self._folder}/{GENERATION}={self._generation}", attempt)
-            try:
-                for piece in pieces:
+        chunk = _ChunkFiles(self._lake, self._folder, f"{self._folder}/{GENERATION}={self._generation}", attempt)
+        try:
+            for piece in pieces:  # what reading them raises is no fault of the lake
+                with lake_errors(self._uri):
                     chunk.add(piece)
+            with lake_errors(self._uri):
                 files = chunk.close()
                 if chunk.schema is not None:
                     self._commit(chunk.schema, files)
-            except BaseException:
-                chunk.discard()
-                raise
+        except BaseException:
+            chunk.discard()
+            raise
         return ChunkWrite(sum(file.rows for file in files), sum(file.size for file in files))
 
     def _commit(self, schema: pa.Schema, files: Collection[FileWrite]) -> None:
         wanted = partitioned_schema(schema, GENERATION)
-        try:
-            table = ensure_table(self._lake, self._uri, wanted, partition_by=[GENERATION], configuration=_CONFIGURATION)
-        except Clash as clash:
-            raise changed_type(self._table, clash) from None
-        if files:
-            actions = [add_action(file, {GENERATION: self._generation}) for file in files]
-            commit(self._lake, self._uri, table, actions, partition_by=[GENERATION])
+        actions = [add_action(file, {GENERATION: self._generation}) for file in files]
+        for _ in range(ATTEMPTS):
+            try:
+                table = ensure_table(self._lake, self._uri, wanted, partition_by=[GENERATION], configuration=_CONFIGURATION)
+                if actions:
+                    commit(self._lake, self._uri, table, actions, partition_by=[GENERATION])
+            except Clash as clash:
+                raise changed_type(self._table, clash) from None
+            except CommitFailedError:
+                continue
+            return
+        raise crowded(self._uri)
 
 
 class _ChunkFiles:

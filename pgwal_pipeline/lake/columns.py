@@ -1,0 +1,86 @@
+"""The names of the lake's own columns, and what makes two values or two keys the same, as Spark SQL says it.
+
+Expressions are SQL text rather than Column objects, since a MERGE statement takes nothing else.
+"""
+
+from collections.abc import Sequence
+
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    DateType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    MapType,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
+
+OP = "_pgwal_op"
+COMMIT_LSN = "_pgwal_commit_lsn"
+ORDINAL = "_pgwal_ordinal"
+XID = "_pgwal_xid"
+WINDOW = "_pgwal_window"
+UNCHANGED = "_pgwal_unchanged"
+TEXT = "_pgwal_text"
+CHUNK = "_pgwal_chunk"
+GENERATION = "_pgwal_generation"
+
+
+def quote(name: str, alias: str = "") -> str:
+    """The column `name` (of the relation `alias`) as it stands in Spark SQL, whatever is in its name."""
+    quoted = "`" + name.replace("`", "``") + "`"
+    return f"{alias}.{quoted}" if alias else quoted
+
+
+def literal(text: str) -> str:
+    """`text` as a string literal of Spark SQL."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def has_misfits(kind: DataType) -> bool:
+    """Whether Postgres has values of such a column that it cannot hold: they are null there and stand in `_pgwal_text`."""
+    return isinstance(kind, DateType | TimestampType | TimestampNTZType | DecimalType | ArrayType)
+
+
+def key_parts(schema: StructType, key: Sequence[str], alias: str = "") -> list[str]:
+    """Expressions that are equal, nulls too, for rows of one key: each key column's value, and its text where the column may not hold it.
+
+    Spark groups and joins -0.0 with 0.0 and NaN with NaN, as Postgres's unique indexes do.
+    """
+    parts = []
+    for name in key:
+        parts.append(quote(name, alias))
+        if has_misfits(schema[name].dataType):
+            parts.append(text_of(name, alias))
+    return parts
+
+
+def text_of(name: str, alias: str = "") -> str:
+    """The entry of `_pgwal_text` for the column `name`; null where there is none."""
+    return f"{quote(TEXT, alias)}[{literal(name)}]"
+
+
+def exact(schema: StructType, name: str, alias: str = "") -> str:
+    """An expression that is equal for two values only if they are the same: -0.0 is not 0.0 here, and maps can be compared."""
+    kind = schema[name].dataType
+    value = quote(name, alias)
+    if isinstance(kind, MapType):
+        return f"sort_array(map_entries({value}))"
+    element = kind
+    while isinstance(element, ArrayType):
+        element = element.elementType
+    return f"cast({value} AS string)" if isinstance(element, FloatType | DoubleType) else value
+
+
+def exact_row(schema: StructType, names: Sequence[str], alias: str = "") -> str:
+    """A struct of `exact` values: equal, by plain `=` and with nulls in it too, for rows that are the same in every column of `names`."""
+    fields = (f"'c{number}', {exact(schema, name, alias)}" for number, name in enumerate(names))
+    return f"named_struct({', '.join(fields)})"
+
+
+def same_types(one: DataType, other: DataType) -> bool:
+    """Whether two columns hold the same values, whatever their nullability."""
+    return one.simpleString() == other.simpleString()

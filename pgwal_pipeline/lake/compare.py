@@ -1,0 +1,118 @@
+"""Whether two tables hold the same rows, value by value.
+
+NaN equals NaN, -0.0 does not equal 0.0, `_pgwal_text` counts as a column. Nothing but the counts leaves the executors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+from deltalake import write_deltalake
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import StructType
+
+from pgwal_pipeline.errors import LakeError
+from pgwal_pipeline.lake.columns import TEXT, exact_row, key_parts, same_types
+from pgwal_pipeline.lake.delta import lake_errors
+from pgwal_pipeline.lake.isolation import failures
+from pgwal_pipeline.lake.layout import filesystem, storage_options
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How many rows are expected; how many of them are missing, how many there are besides, and how many have the key but other values.
+
+    Without a key nothing is `different`: such a row is missing and another one extra.
+    """
+
+    rows: int
+    missing: int
+    extra: int
+    different: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether both tables hold the same rows."""
+        return not (self.missing or self.extra or self.different)
+
+
+def compare(
+    spark: "SparkSession",
+    expected: "DataFrame | str",
+    actual: "DataFrame | str",
+    version: int | None = None,
+    *,
+    key: Sequence[str],
+    columns: Sequence[str] | None = None,
+) -> Comparison:
+    """Compare `actual` with `expected` by `key`, or as bags of rows where it is empty; each is a DataFrame or the path of a Delta table.
+
+    `version` is that of `actual`, when it is a path. `columns` are compared, all of the expected ones unless given, and `_pgwal_text`
+    where both have it. Raises LakeError for a column that `actual` lacks or has with another type, or when Spark fails.
+    """
+    ours = _read(spark, expected, None)
+    theirs = _read(spark, actual, version)
+    names = [name for name in (ours.columns if columns is None else columns) if name != TEXT]
+    if TEXT in ours.columns and TEXT in theirs.columns:
+        names.append(TEXT)
+    _check(ours.schema, theirs.schema, names)
+    with failures("comparing"):
+        sides = _side(ours, names, key, 1).unionByName(_side(theirs, names, key, 0))
+        groups = sides.groupBy("row_key").agg(
+            F.sum("expected").alias("wanted"),
+            F.sum(1 - F.col("expected")).alias("found"),
+            F.min("row").alias("least"),
+            F.max("row").alias("most"),
+        )
+        short, over = F.greatest(F.col("wanted") - F.col("found"), F.lit(0)), F.greatest(F.col("found") - F.col("wanted"), F.lit(0))
+        differs = (F.col("wanted") > 0) & (F.col("found") > 0) & (F.col("least") != F.col("most"))
+        counts = groups.agg(F.sum("wanted"), F.sum(short), F.sum(over), F.sum(differs.cast("int"))).collect()[0]
+    return Comparison(*(count or 0 for count in counts))
+
+
+def write(path: str, rows: pa.Table) -> None:
+    """Write rows to the Delta table at `path`, made if need be. Raises LakeError where the lake cannot be written."""
+    with lake_errors(path):
+        write_deltalake(path, rows, mode="append", storage_options=storage_options(path))
+
+
+def remove(path: str) -> None:
+    """Remove the Delta table at `path` with its files, if there is one."""
+    with lake_errors(path):
+        found = filesystem(path)
+        if found.get_file_info("").type == pafs.FileType.Directory:
+            found.delete_dir_contents("", missing_dir_ok=True)
+
+
+def _read(spark: "SparkSession", table: "DataFrame | str", version: int | None) -> "DataFrame":
+    if not isinstance(table, str):
+        return table
+    reader = spark.read.format("delta")
+    with failures(table):
+        return (reader if version is None else reader.option("versionAsOf", version)).load(table)
+
+
+def _side(rows: "DataFrame", names: Sequence[str], key: Sequence[str], expected: int) -> "DataFrame":
+    row = F.expr(exact_row(rows.schema, names)).alias("row")
+    if not key:
+        return rows.select(row.alias("row_key"), F.lit(None).cast("string").alias("row"), F.lit(expected).alias("expected"))
+    parts = ", ".join(f"'k{number}', {part}" for number, part in enumerate(key_parts(rows.schema, key)))
+    return rows.select(F.expr(f"named_struct({parts})").alias("row_key"), row, F.lit(expected).alias("expected"))
+
+
+def _check(ours: StructType, theirs: StructType, names: Sequence[str]) -> None:
+    for name in names:
+        if name not in theirs.names:
+            raise LakeError(
+                f"The table to be verified has no column {name!r}, which the source has; publish first, or read the table again."
+            )
+        if not same_types(ours[name].dataType, theirs[name].dataType):
+            raise LakeError(
+                f"The column {name!r} is {theirs[name].dataType.simpleString()} in the table to be verified and "
+                f"{ours[name].dataType.simpleString()} in the source; read the table again with `pgwal resnapshot`."
+            )

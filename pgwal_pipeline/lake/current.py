@@ -1,0 +1,340 @@
+"""`current`: each table as it is at a publish. Events are merged into it, or it is replaced by a snapshot and the events beside it.
+
+Every commit carries the LSN that it brings the table to (Delta's `txnAppId` and `txnVersion`), so that the same work done twice changes
+nothing the second time. The work is described by DataFrames and SQL alone: it runs on a Spark Connect server as well, and rows stay on
+the executors.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from dataclasses import replace as altered
+from typing import TYPE_CHECKING
+
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import IntegerType, LongType, ShortType, StructType
+
+from pgwal_pipeline import failpoints
+from pgwal_pipeline.errors import LakeError, TableError
+from pgwal_pipeline.lake import bag, base, fold, statements
+from pgwal_pipeline.lake.columns import COMMIT_LSN, TEXT, quote, same_types
+from pgwal_pipeline.lake.fold import ANYTHING, ChunkSnapshot, Shape, Traits, Unresolved
+from pgwal_pipeline.lake.isolation import failures, isolated, table_failures
+from pgwal_pipeline.lake.standing import (
+    FENCE,
+    GENERATION,
+    generation,
+    last_output_rows,
+    open_current,
+    row_count,
+    version,
+    watermark,
+    written_rows,
+)
+from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.relation import TableName
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = [
+    "ChunkSnapshot",
+    "MergeRequest",
+    "MergeResult",
+    "ReplaceRequest",
+    "Traits",
+    "Unresolved",
+    "generation",
+    "merge",
+    "optimize",
+    "replace",
+    "row_count",
+    "vacuum",
+    "version",
+    "watermark",
+]
+
+_SPAN_ROWS = 2_000_000
+"""From this size of a target on, looking for the changes' smallest and largest key costs less than reading all of the target's keys."""
+_VIEW = "pgwal_changes"
+_MERGE_CONF = {
+    # Delta reads the source of a MERGE three times: folded anew each time otherwise.
+    "spark.databricks.delta.merge.materializeSource": "all",
+}
+_MAPPED = frozenset(" ,;{}()\n\t=")
+
+
+@dataclass(frozen=True, slots=True)
+class MergeRequest:
+    """Events of raw to be merged into a `current` table that stands at `from_lsn`: those with `from_lsn <= commit LSN < to_lsn`.
+
+    `key` is empty for a bag of rows; `columns` are the source's, in its order.
+    """
+
+    table: TableName
+    raw_path: str
+    current_path: str
+    key: tuple[str, ...]
+    columns: tuple[str, ...]
+    from_lsn: int
+    to_lsn: int
+    traits: Traits = ANYTHING
+
+    @property
+    def shape(self) -> Shape:
+        """What is folded."""
+        return Shape(self.table, self.key, self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceRequest:
+    """A `current` table to be made of the snapshot `generation` and of the events with `from_lsn <= commit LSN < to_lsn` on top of it.
+
+    Of the rows at `snapshot_path` those of `chunks` count; `snapshot_lsn` becomes their `_pgwal_commit_lsn`. A bag of rows has been read
+    under one snapshot. There may be no raw table yet, and no snapshot table where a chunk held no row.
+    """
+
+    table: TableName
+    raw_path: str
+    current_path: str
+    snapshot_path: str
+    generation: str
+    chunks: tuple[ChunkSnapshot, ...]
+    snapshot_lsn: int
+    key: tuple[str, ...]
+    columns: tuple[str, ...]
+    from_lsn: int
+    to_lsn: int
+    traits: Traits = ANYTHING
+
+    @property
+    def shape(self) -> Shape:
+        """What is folded."""
+        return Shape(self.table, self.key, self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeResult:
+    """The Delta version of `current` that holds the work, and how many rows were inserted, updated and deleted for it.
+
+    After a TRUNCATE and for a replacement these are the rows that were written; there are none where the work had been done before.
+    """
+
+    version: int
+    rows_changed: int
+
+
+def merge(spark: "SparkSession", request: MergeRequest) -> MergeResult:
+    """Merge the events of `request`, in one commit; nothing happens if the table stands at `to_lsn` or past it.
+
+    Several tables may be merged from several threads. Raises Unresolved where a value that was not sent stands nowhere, TableError where
+    the table cannot be followed, LakeError where it does not stand at `from_lsn` or Spark fails.
+    """
+    mark = watermark(request.current_path)
+    if mark is not None and mark >= request.to_lsn:
+        return MergeResult(version(request.current_path), 0)
+    if mark != request.from_lsn:
+        stands = "does not exist or was not made by this pipeline" if mark is None else f"stands at {format_lsn(mark)}"
+        raise LakeError(
+            f"{request.table}: its current table {stands}, not at {format_lsn(request.from_lsn)}; is another publish at work? Try again."
+        )
+    with isolated(spark, _MERGE_CONF) as session:
+        return _merge(session, request)
+
+
+def replace(spark: "SparkSession", request: ReplaceRequest) -> MergeResult:
+    """Make `current` anew of a snapshot and the events beside it, in one commit; nothing happens if that very work has been done.
+
+    Raises Unresolved where a value that was not sent stands nowhere, TableError where the table cannot be followed, LakeError where it
+    stands past `to_lsn` or Spark fails.
+    """
+    mark = watermark(request.current_path)
+    if mark is not None and mark > request.to_lsn:
+        raise LakeError(
+            f"{request.table}: its current table stands at {format_lsn(mark)}, past {format_lsn(request.to_lsn)}, where the snapshot is to "
+            f"be published; remove {request.current_path} if it is another source's."
+        )
+    if mark == request.to_lsn and generation(request.current_path) == request.generation:
+        return MergeResult(version(request.current_path), 0)
+    with isolated(spark, {}) as session:
+        return _replace(session, request, {} if mark == request.to_lsn else _fence(request.to_lsn))
+
+
+def optimize(spark: "SparkSession", path: str) -> int:
+    """Write small files together, and files with many deleted rows anew; returns the version then. Not beside a merge of the table."""
+    with isolated(spark, {}) as session, failures(path):
+        session.sql(f"OPTIMIZE {statements.table_at(path)}").collect()
+    return version(path)
+
+
+def vacuum(spark: "SparkSession", path: str, retention_hours: float) -> None:
+    """Delete the files that no version of the last `retention_hours` needs; older versions cannot be read afterwards."""
+    with isolated(spark, {}) as session, failures(path):
+        session.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
+        # Listing starts as many tasks, ten thousand by default.
+        session.conf.set("spark.sql.sources.parallelPartitionDiscovery.parallelism", "8")
+        session.sql(f"VACUUM {statements.table_at(path)} RETAIN {retention_hours} HOURS").collect()
+
+
+def _merge(session: "SparkSession", request: MergeRequest) -> MergeResult:
+    with failures(str(request.table)):
+        target = session.read.format("delta").load(request.current_path)
+        raw = session.read.format("delta").load(request.raw_path)
+        shape = _known_columns(request.shape, raw.schema, target.schema)
+        _check_types(shape, raw.schema, target.schema)
+        if _widen(session, request.current_path, shape, raw.schema, target.schema):
+            target = session.read.format("delta").load(request.current_path)
+        rows = fold.in_windows(raw, request.from_lsn, request.to_lsn)
+        truncate = fold.last_truncate(rows) if request.traits.truncated else None
+        steps = fold.steps(rows, shape, target.schema, after=truncate)
+    if truncate is not None:
+        return _overwrite(request, shape, steps, target)
+    if not shape.key:
+        return _merge_bag(session, request, shape, steps, target)
+    return _merge_changes(session, request, shape, steps, target)
+
+
+def _merge_changes(session: "SparkSession", request: MergeRequest, shape: Shape, steps: "DataFrame", target: "DataFrame") -> MergeResult:
+    traits = request.traits
+    span = _span(steps, request.current_path, shape)
+    if traits.inserts_only:
+        changes = steps.select(*(F.col(quote(name)) for name in shape.columns), COMMIT_LSN, TEXT)
+        statement = statements.insert_changes(request.current_path, target.schema, changes.schema, _VIEW, shape, span)
+        return _run(session, request, shape, changes, statement, lambda: None)
+    if traits.key_changes and traits.unchanged:
+        steps = fold.with_left_behind(steps, target, shape)
+    changes = fold.net(steps, shape, traits)
+    source = fold.checked(changes, shape)
+    statement = statements.merge_changes(request.current_path, target.schema, source.schema, _VIEW, shape, span)
+
+    def lacking() -> "DataFrame":
+        kept = changes.where(~F.col(fold.GONE) & F.col(fold.KEPT).isNotNull())
+        return changes.where(F.col(fold.LOST).isNotNull()).unionByName(fold.matching(kept, target, shape.key, "left_anti"))
+
+    return _run(session, request, shape, source, statement, lacking)
+
+
+def _merge_bag(session: "SparkSession", request: MergeRequest, shape: Shape, steps: "DataFrame", target: "DataFrame") -> MergeResult:
+    if request.traits.inserts_only:
+        with failures(str(request.table)):
+            rows = _as_target(steps, target.schema)
+            failpoints.hit("publish.in_merge")
+            rows.write.format("delta").mode("append").options(**_fence(request.to_lsn)).save(request.current_path)
+            failpoints.hit("publish.in_merge")
+        return MergeResult(version(request.current_path), last_output_rows(request.current_path))
+    changes = bag.renewed(bag.counted(steps, shape), target, shape)
+    statement = statements.merge_bag(request.current_path, target.schema, changes.schema, _VIEW, shape)
+    return _run(session, request, shape, changes, statement, lambda: None)
+
+
+def _run(
+    session: "SparkSession",
+    request: MergeRequest,
+    shape: Shape,
+    source: "DataFrame",
+    statement: str,
+    lacking: "Callable[[], DataFrame | None]",
+) -> MergeResult:
+    """Run a MERGE whose source is the view of `source`."""
+    with table_failures(shape, lacking):
+        source.createOrReplaceTempView(_VIEW)
+        # A MERGE takes them from nowhere but its session.
+        for name, value in _fence(request.to_lsn).items():
+            session.conf.set(f"spark.databricks.delta.write.{name}", value)
+        failpoints.hit("publish.in_merge")
+        counted = session.sql(statement).collect()
+        failpoints.hit("publish.in_merge")
+    return MergeResult(version(request.current_path), counted[0]["num_affected_rows"] if counted else 0)
+
+
+def _overwrite(request: MergeRequest, shape: Shape, steps: "DataFrame", target: "DataFrame") -> MergeResult:
+    """After a TRUNCATE the table is what its events since then come to."""
+    if shape.key:
+        rows, lacking = fold.rows_alone(fold.net(steps, shape, request.traits), shape)
+    else:
+        rows, lacking = bag.applied(bag.counted(steps, shape), target.limit(0), shape), None
+    with table_failures(shape, lambda: lacking):
+        whole = _as_target(rows, target.schema)
+        failpoints.hit("publish.in_merge")
+        whole.write.format("delta").mode("overwrite").options(**_fence(request.to_lsn)).save(request.current_path)
+        failpoints.hit("publish.in_merge")
+    return MergeResult(version(request.current_path), last_output_rows(request.current_path))
+
+
+def _replace(session: "SparkSession", request: ReplaceRequest, fence: Mapping[str, str]) -> MergeResult:
+    shape, path = request.shape, request.current_path
+    with failures(str(request.table)):
+        raw, snapshot = _read(session, request.raw_path), _read(session, request.snapshot_path)
+        types = base.column_types(shape, snapshot, raw)
+        events = fold.in_windows(raw if raw is not None else base.no_events(session, types), request.from_lsn, request.to_lsn)
+        truncate = fold.last_truncate(events) if request.traits.truncated else None
+        steps = fold.steps(events, shape, types, after=truncate)
+        source = base.Source(session, request.generation, request.chunks, request.snapshot_lsn)
+        rows = base.snapshot_rows(source, snapshot, shape, types, truncate)
+        if shape.key:
+            whole, lacking = base.rows_of_keys(source, rows, steps, shape, request.traits)
+        else:
+            whole, lacking = base.rows_of_bag(source, rows, steps, shape), None
+    properties = {"delta.enableDeletionVectors": "true", GENERATION: request.generation}
+    if any(_MAPPED.intersection(name) for name in shape.columns):
+        properties["delta.columnMapping.mode"] = "name"
+    with table_failures(shape, lambda: lacking):
+        writer = whole.writeTo(statements.table_at(path)).using("delta").options(**fence)
+        for name, value in properties.items():
+            writer = writer.tableProperty(name, value)
+        failpoints.hit("publish.in_merge")
+        writer.createOrReplace()
+        failpoints.hit("publish.in_merge")
+    return MergeResult(version(path), last_output_rows(path))
+
+
+def _read(session: "SparkSession", path: str) -> "DataFrame | None":
+    return None if open_current(path) is None else session.read.format("delta").load(path)
+
+
+def _fence(lsn: int) -> dict[str, str]:
+    return {"txnAppId": FENCE, "txnVersion": str(lsn)}
+
+
+def _known_columns(shape: Shape, raw: StructType, target: StructType) -> Shape:
+    """The columns whose type is known: one that has been added to the source without a row behind it yet is in neither table."""
+    return altered(shape, columns=tuple(name for name in shape.columns if name in raw.names or name in target.names))
+
+
+def _check_types(shape: Shape, raw: StructType, target: StructType) -> None:
+    for name in shape.columns:
+        if name in raw.names and name in target.names and not same_types(raw[name].dataType, target[name].dataType):
+            raise TableError(
+                str(shape.table),
+                f"{shape.table}: its column {name!r} is {target[name].dataType.simpleString()} in the current table and has become "
+                f"{raw[name].dataType.simpleString()}; run `pgwal resnapshot '{shape.table}'` to read it again.",
+            )
+
+
+def _widen(session: "SparkSession", path: str, shape: Shape, raw: StructType, target: StructType) -> bool:
+    """Add the source's new columns to the target, null in its rows; returns whether there were any."""
+    types = {name: raw[name].dataType.simpleString() for name in shape.columns if name not in target.names}
+    if not types:
+        return False
+    table = open_current(path)
+    mapped = table is not None and table.metadata().configuration.get("delta.columnMapping.mode") == "name"
+    if not mapped and any(_MAPPED.intersection(name) for name in types):
+        session.sql(statements.set_properties(path, {"delta.columnMapping.mode": "name"})).collect()
+    session.sql(statements.add_columns(path, types, shape.columns)).collect()
+    return True
+
+
+def _as_target(rows: "DataFrame", target: StructType) -> "DataFrame":
+    """`rows` with the target's columns; those that the source has dropped are null."""
+    has = rows.columns
+    return rows.select(
+        *(F.col(quote(field.name)) if field.name in has else F.lit(None).cast(field.dataType).alias(field.name) for field in target.fields)
+    )
+
+
+def _span(steps: "DataFrame", path: str, shape: Shape) -> tuple[int, int] | None:
+    """The smallest and largest first column of the changed keys, where a large target may be spared a look at most of its files."""
+    name = shape.key[0]
+    if not isinstance(steps.schema[name].dataType, ShortType | IntegerType | LongType) or written_rows(path) < _SPAN_ROWS:
+        return None
+    low, high = steps.agg(F.min(quote(name)), F.max(quote(name))).collect()[0]
+    return None if low is None else (low, high)

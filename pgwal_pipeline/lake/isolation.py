@@ -1,0 +1,97 @@
+"""A Spark session of one's own beside others in the same process, and what its failures mean."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+
+from pgwal_pipeline.errors import LakeError, TableError
+from pgwal_pipeline.lake import bag, fold
+from pgwal_pipeline.lake.fold import Shape, Unresolved
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_SHOWN = 20
+"""How many of the rows that lack a value are named in the error."""
+
+
+@contextmanager
+def isolated(spark: "SparkSession", conf: Mapping[str, str]) -> "Iterator[SparkSession]":
+    """A session with the settings of `spark` and those of `conf`, and views of its own: what is set in it shows in no other thread's."""
+    clone = getattr(spark, "cloneSession", None)
+    if clone is not None:  # Spark Connect
+        session = clone()
+        try:
+            yield _configured(session, conf)
+        finally:
+            with suppress(PySparkException):
+                session.client.release_session()
+            session.client.close()
+        return
+    session = spark.newSession()
+    # A new session has what Spark was started with, not what was set in this one since.
+    ours = {
+        name: value
+        for name, value in spark.conf.getAll.items()
+        if session.conf.get(name, None) != value and session.conf.isModifiable(name)
+    }
+    yield _configured(session, {**ours, **conf})
+
+
+def _configured(session: Any, conf: Mapping[str, str]) -> "SparkSession":
+    for name, value in conf.items():
+        session.conf.set(name, value)
+    return session
+
+
+@contextmanager
+def failures(what: str) -> Iterator[None]:
+    """Turn what Spark and Delta raise into LakeError; `what` is the table or path that is worked on."""
+    try:
+        yield
+    except (PySparkException, Py4JError) as error:
+        if "Concurrent" in type(error).__name__ or "DELTA_CONCURRENT" in str(error):
+            raise LakeError(
+                f"{what}: another writer changed its current table at the same time; nothing was changed here, try again."
+            ) from error
+        raise LakeError(f"{what}: Spark failed ({_first_line(error)}); what it wrote above says more.") from error
+
+
+@contextmanager
+def table_failures(shape: Shape, lacking: "Callable[[], DataFrame | None]") -> Iterator[None]:
+    """The same for work on one table, whose own faults become TableError; `lacking` gives the changes that lack a value, to be named."""
+    with failures(str(shape.table)):
+        try:
+            yield
+        except (PySparkException, Py4JError) as error:
+            said = str(error)
+            if fold.unsent_marker(shape.table) in said:
+                raise Unresolved(shape.table, _named(lacking(), shape.key)) from error
+            if bag.missing_marker(shape.table) in said:
+                raise TableError(
+                    str(shape.table),
+                    f"{shape.table}: the source deleted a row that its current table does not have as often; "
+                    f"run `pgwal resnapshot '{shape.table}'` to read it again.",
+                ) from error
+            raise
+
+
+def _named(lacking: "DataFrame | None", key: Sequence[str]) -> list[tuple[dict[str, object], tuple[str, ...]]]:
+    """Some of the rows that lack values: the key as it was sent, and the columns' names."""
+    if lacking is None:
+        return []
+    found = []
+    for row in lacking.limit(_SHOWN).collect():
+        values = row.asDict()
+        text = values[fold.TEXT] or {}
+        names = values[fold.LOST] or values[fold.KEPT]
+        found.append(({name: text.get(name, values[name]) for name in key}, tuple(names)))
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300].rstrip(".") if lines else type(error).__name__

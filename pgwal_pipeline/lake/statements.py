@@ -1,0 +1,95 @@
+"""The SQL that changes a `current` table. The source `s` of each MERGE is a view of changes, as `fold` and `bag` make them; `t` is the target."""
+
+from collections.abc import Mapping, Sequence
+
+from pyspark.sql.types import StructType
+
+from pgwal_pipeline.lake import bag, fold
+from pgwal_pipeline.lake.columns import COMMIT_LSN, TEXT, key_parts, literal, quote
+from pgwal_pipeline.lake.fold import GONE, KEPT, Shape
+
+_NO_TEXT = "cast(map() AS map<string, string>)"
+
+
+def table_at(path: str) -> str:
+    """The Delta table at `path` as it stands in SQL."""
+    return f"delta.{quote(path)}"
+
+
+def merge_changes(path: str, target: StructType, changes: StructType, view: str, shape: Shape, span: tuple[int, int] | None = None) -> str:
+    """Bring the table at `path` up to date: `view` holds the change of each key, `span` bounds the first column of the changes' keys."""
+    matched = ", ".join(f"{quote(name, 't')} = {_updated(name, changes, shape)}" for name in target.names)
+    return (
+        f"MERGE INTO {table_at(path)} t USING {quote(view)} s ON {_same_key(target, changes, shape, span)} "
+        f"WHEN MATCHED AND s.{GONE} THEN DELETE WHEN MATCHED THEN UPDATE SET {matched} "
+        f"WHEN NOT MATCHED AND NOT s.{GONE} THEN {_insert(target, changes, shape)}"
+    )
+
+
+def insert_changes(path: str, target: StructType, changes: StructType, view: str, shape: Shape, span: tuple[int, int] | None = None) -> str:
+    """The same where every change is a new row: the target's rows are not touched, and of its columns the key alone is read."""
+    return (
+        f"MERGE INTO {table_at(path)} t USING {quote(view)} s ON {_same_key(target, changes, shape, span)} "
+        f"WHEN NOT MATCHED THEN {_insert(target, changes, shape)}"
+    )
+
+
+def merge_bag(path: str, target: StructType, changes: StructType, view: str, shape: Shape) -> str:
+    """Renew the rows of a bag: `view` holds what `bag.renewed` makes."""
+    same = f"s.{bag.ROW} = {bag.row_identity(target, shape, 't')}"
+    return (
+        f"MERGE INTO {table_at(path)} t USING {quote(view)} s ON s.{bag.TAKEN} AND {same} "
+        f"WHEN MATCHED THEN DELETE WHEN NOT MATCHED AND NOT s.{bag.TAKEN} THEN {_insert(target, changes, shape)}"
+    )
+
+
+def add_columns(path: str, types: Mapping[str, str], columns: Sequence[str]) -> str:
+    """Add the columns of `types` (name to Delta type), each at the place that it has among `columns`."""
+    added = []
+    for number, name in enumerate(columns):
+        if name in types:
+            place = f"AFTER {quote(columns[number - 1])}" if number else "FIRST"
+            added.append(f"{quote(name)} {types[name]} {place}")
+    return f"ALTER TABLE {table_at(path)} ADD COLUMNS ({', '.join(added)})"
+
+
+def set_properties(path: str, properties: Mapping[str, str]) -> str:
+    """Set table properties."""
+    settings = ", ".join(f"{literal(name)} = {literal(value)}" for name, value in properties.items())
+    return f"ALTER TABLE {table_at(path)} SET TBLPROPERTIES ({settings})"
+
+
+def _same_key(target: StructType, changes: StructType, shape: Shape, span: tuple[int, int] | None) -> str:
+    pairs = zip(key_parts(target, shape.key, "t"), key_parts(changes, shape.key, "s"), strict=True)
+    conditions = [f"{ours} <=> {theirs}" for ours, theirs in pairs]
+    if span is not None:
+        # A literal bound lets Delta leave out the files whose statistics lie outside.
+        conditions.append(f"{quote(shape.key[0], 't')} BETWEEN {span[0]} AND {span[1]}")
+    return " AND ".join(conditions)
+
+
+def _updated(name: str, changes: StructType, shape: Shape) -> str:
+    """The new value of the column `name` in a row that stays; a column that the source has dropped is null in what is written afterwards."""
+    if name not in changes.names:
+        return "NULL"
+    if KEPT not in changes.names or name == COMMIT_LSN:
+        return quote(name, "s")
+    if name == TEXT:
+        kept = f"coalesce(map_filter(t.{TEXT}, (k, v) -> array_contains(s.{KEPT}, k)), {_NO_TEXT})"
+        merged = f"map_concat({kept}, coalesce(s.{TEXT}, {_NO_TEXT}))"
+        return f"CASE WHEN s.{KEPT} IS NULL THEN s.{TEXT} WHEN size({merged}) > 0 THEN {merged} END"
+    if name in fold.may_be_unsent(changes, shape):
+        return f"CASE WHEN array_contains(s.{KEPT}, {literal(name)}) THEN {quote(name, 't')} ELSE {quote(name, 's')} END"
+    return quote(name, "s")
+
+
+def _insert(target: StructType, changes: StructType, shape: Shape) -> str:
+    names = [name for name in target.names if name in changes.names]
+    values = [quote(name, "s") for name in names]
+    if KEPT in changes.names:
+        nowhere = f"raise_error({literal(fold.unsent_marker(shape.table))})"
+        values = [
+            f"CASE WHEN s.{KEPT} IS NULL THEN s.{COMMIT_LSN} ELSE {nowhere} END" if name == COMMIT_LSN else value
+            for name, value in zip(names, values, strict=True)
+        ]
+    return f"INSERT ({', '.join(quote(name) for name in names)}) VALUES ({', '.join(values)})"
