@@ -30,6 +30,9 @@ REPOSITORY_VARIABLE = "DEFAULT_ARTIFACT_REPOSITORY"
 SETTINGS_CONF = "spark.jars.ivySettings"
 
 _SCALA = "2.13"
+# What Hadoop 3.5 was built with. It asks for all of the SDK in one jar, 686 MB of which S3 needs a fiftieth.
+_AWS_SDK = "2.35.4"
+_UNWANTED = ("bundle", "wildfly-openssl")
 _FETCH_SECONDS = 1800.0
 
 
@@ -40,8 +43,9 @@ def delta_packages() -> tuple[str, ...]:
 
 
 def s3_packages() -> tuple[str, ...]:
-    """Maven coordinates of what reads and writes `s3://`: Hadoop's S3A of the version that Spark has."""
-    return (f"org.apache.hadoop:hadoop-aws:{_bundled()['hadoop-client-api']}",)
+    """Maven coordinates of what reads and writes `s3://`: Hadoop's S3A of Spark's version, and the parts of Amazon's SDK that it uses."""
+    sdk = (f"software.amazon.awssdk:{module}:{_AWS_SDK}" for module in ("s3", "s3-transfer-manager", "sts"))
+    return (f"org.apache.hadoop:hadoop-aws:{_bundled()['hadoop-client-api']}", *sdk)
 
 
 def cached(packages: Sequence[str]) -> tuple[Path, ...] | None:
@@ -86,7 +90,7 @@ def _fetch(packages: Sequence[str], settings_file: str | None) -> None:
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as name:
         scratch = Path(name)
         module = scratch / "ivy.xml"
-        module.write_text(_module(packages, _bundled()))
+        module.write_text(_module(packages, {*_bundled(), *_UNWANTED}))
         settings = Path(settings_file) if settings_file else scratch / "settings.xml"
         if settings_file is None:
             settings.write_text(_settings(os.environ.get(REPOSITORY_VARIABLE)))

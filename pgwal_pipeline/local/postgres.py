@@ -39,7 +39,7 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
 _PASSWORD_FILE = "pgwal_password"  # noqa: S105 (the name of a file)
 _LOG_LIMIT = 16 << 20
 _START_SECONDS = 60.0
-_STOP_SECONDS = 30.0
+_STOP_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,9 @@ class Postgres:
         """
         if self.running:
             return
-        self.data_dir.parent.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
         try:
+            self.data_dir.parent.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
             account = _account(self.data_dir)
             programs = runnable_by(self.installation, account.uid, account.gid) if account.change else self.installation
             self._make_socket_dir(account)
@@ -126,6 +126,12 @@ class Postgres:
             self._stop_leftover()
             self._password = (self.data_dir / _PASSWORD_FILE).read_text() if (self.data_dir / _PASSWORD_FILE).exists() else ""
             self._launch(programs, account)
+        except PermissionError as error:
+            self._release()
+            raise PgwalError(
+                f"The Postgres data in {self.data_dir} belongs to another user ({error.filename} is closed to this one); "
+                "run as that user, or choose another folder."
+            ) from None
         except BaseException:
             self._release()
             raise
@@ -140,8 +146,7 @@ class Postgres:
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGQUIT)
                 process.wait()
-        self._process = None
-        self._release()
+        self._gone()
 
     def kill(self) -> None:
         """End the server and all its processes as a crash would: SIGKILL, nothing written out."""
@@ -153,8 +158,7 @@ class Postgres:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
             process.wait()
-        self._process = None
-        self._release()
+        self._gone()
 
     def restart(self) -> None:
         """Stop and start on the same port: connections break, slots and data stay."""
@@ -184,6 +188,11 @@ class Postgres:
                 f"The Postgres data in {self.data_dir} is in use by another process; stop that one or choose another folder."
             ) from None
         self._lock = lock
+
+    def _gone(self) -> None:
+        self._process = None
+        _running.discard(self)
+        self._release()
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -230,13 +239,7 @@ class Postgres:
         fresh.rename(self.data_dir)
 
     def _check_data(self, programs: Installation) -> None:
-        try:
-            found = (self.data_dir / "PG_VERSION").read_text().strip()
-        except PermissionError:
-            owner = self.data_dir.stat().st_uid
-            raise PgwalError(
-                f"The Postgres data in {self.data_dir} belongs to user id {owner}; run as that user, or choose another folder."
-            ) from None
+        found = (self.data_dir / "PG_VERSION").read_text().strip()
         if found != str(programs.version):
             raise PgwalError(
                 f"The Postgres data in {self.data_dir} is of version {found}, but the server at hand is {programs.version}; "
@@ -246,13 +249,16 @@ class Postgres:
     def _stop_leftover(self) -> None:
         """Stop a server that outlived the process that started it. We hold the lock, so it is nobody's."""
         lines = self._pid_file()
-        pid = int(lines[0]) if lines and lines[0].isdigit() else 0
-        if not pid or not _is_postgres(pid):
+        if len(lines) < 5 or not lines[0].isdigit():
+            return
+        # Process ids are used again: only a process that was started with this server's own socket folder is this server.
+        pid, socket_dir = int(lines[0]), lines[4]
+        if not socket_dir or not _was_started_with(pid, socket_dir):
             return
         for way, seconds in ((signal.SIGINT, _STOP_SECONDS), (signal.SIGQUIT, 5.0)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, way)
-            if _until(lambda: not _is_postgres(pid), seconds):
+            if _until(lambda: not _was_started_with(pid, socket_dir), seconds):
                 return
         raise PgwalError(f"A Postgres server left over on {self.data_dir} (process {pid}) does not stop; end it and try again.")
 
@@ -303,7 +309,7 @@ class Postgres:
         while process.poll() is None:
             lines = self._pid_file()
             if len(lines) >= 8 and lines[0] == str(process.pid) and lines[7].strip() == "ready":
-                _servers.add(self)
+                _running.add(self)
                 return None
             if time.monotonic() > deadline:
                 process.kill()
@@ -348,13 +354,15 @@ class _Folder:
             os.close(descriptor)
 
 
-_servers: "weakref.WeakSet[Postgres]" = weakref.WeakSet()
+_OWNER = os.getpid()
+_running: set[Postgres] = set()
 
 
 @atexit.register
 def _stop_all() -> None:
-    for server in list(_servers):
-        server.stop()
+    if os.getpid() == _OWNER:  # not in a fork that ends
+        for server in list(_running):
+            server.stop()
 
 
 def _account(data_dir: Path) -> _Account:
@@ -385,16 +393,16 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def _is_postgres(pid: int) -> bool:
-    """Whether `pid` is a live Postgres server: process ids are used again, so the id alone does not tell."""
+def _was_started_with(pid: int, argument: str) -> bool:
+    """Whether `pid` is a live process with `argument` somewhere on its command line."""
     try:
-        shown = subprocess.run(["ps", "-o", "comm=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
-    except FileNotFoundError:
+        shown = subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:  # a system without ps has /proc
         try:
-            shown = Path(f"/proc/{pid}/comm").read_text()
+            shown = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
         except OSError:
             return False
-    return Path(shown.strip()).name.startswith("postgres")
+    return argument in shown
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:
