@@ -1,0 +1,280 @@
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from pgwal_pipeline.errors import LakeError
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Chunk, Ledger, Publish, Source, TablePointer, TableState, Window
+from pgwal_pipeline.lake.records import FileWrite, TableWrite
+from pgwal_pipeline.lsn import window_key
+from pgwal_pipeline.relation import Column, PgType, Relation, TableName
+
+_ORDERS = TableName("shop", "Order Lines")
+_RELATION = Relation(
+    16384,
+    _ORDERS,
+    "f",
+    (Column("id", PgType(20, -1, "bigint"), True, False), Column("tags", PgType(1009, -1, "text[]", PgType(25, -1, "text")))),
+    ("id",),
+)
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    return Lake(str(tmp_path / "lake"))
+
+
+def _window(start: int, end: int, state: str = "complete", slot: str = "pgwal", tables: Sequence[TableWrite] = ()) -> Window:
+    return Window(key=window_key(end), slot=slot, start_lsn=start, end_lsn=end, state=state, tables=tuple(tables))  # pyright: ignore[reportArgumentType]
+
+
+def _write(lake: Lake, table: TableName = _ORDERS) -> TableWrite:
+    return TableWrite(
+        table=str(table),
+        path=lake.raw(table),
+        schema_json='{"type":"struct","fields":[]}',
+        files=(FileWrite("_pgwal_window=0/part-1.parquet", 10, 3, '{"numRecords": 3}'), FileWrite("b.parquet", 20, 4, "{}")),
+        rows=7,
+        inserts=1,
+        updates=2,
+        deletes=3,
+        truncates=1,
+        key_changes=1,
+        unchanged=True,
+    )
+
+
+def test_a_missing_lake_has_an_empty_ledger_and_is_not_made_by_looking(lake: Lake) -> None:
+    ledger = Ledger(lake)
+    assert ledger.source() is None
+    assert ledger.windows() == ledger.prepared() == ledger.publishes() == ledger.chunks(_ORDERS, "g") == ()
+    assert ledger.tables() == {}
+    assert ledger.frontier() is None
+    assert ledger.publish() is None
+    assert not Path(lake.uri).exists()
+
+
+def test_a_place_that_holds_something_else_is_no_lake(lake: Lake) -> None:
+    folder = Path(lake.uri)
+    (folder / ".cache").mkdir(parents=True)
+    assert Ledger(lake).source() is None
+    (folder / "thesis.odt").touch()
+    with pytest.raises(LakeError, match=r"something else \(thesis.odt\)"):
+        Ledger(lake).source()
+
+
+def test_records_are_read_back_as_they_were(lake: Lake) -> None:
+    source = Source(2**64 - 1, 3, 5, "shop", "pgwal", "pgwal")
+    window = replace(
+        _window(100, 200, "prepared", tables=[_write(lake)]),
+        transactions=5,
+        changes=6,
+        bytes=7,
+        seconds={"drain": 1.5, "decode": 0.25},
+        min_xid=3,
+        max_xid=2**32 - 1,
+        at=datetime(2026, 1, 2, 3, 4, 5, 6, UTC),
+    )
+    state = TableState(
+        table=_ORDERS,
+        oid=2**32 - 1,
+        state="error",
+        reason="why",
+        key=("id",),
+        relation=_RELATION,
+        generation="g1",
+        reading="g2",
+        published="g0",
+        joined_xid=2**40,
+        required_lsn=300,
+        at=datetime(2026, 1, 2, tzinfo=UTC),
+    )
+    chunk = Chunk(_ORDERS, "g1", 3, ("1", "é,\n"), None, "a1", 5, 6, "10:20:11,15", 400, datetime(2026, 1, 2, tzinfo=UTC))
+    publish = Publish(200, datetime(2026, 1, 2, tzinfo=UTC), {_ORDERS: TablePointer(lake.current(_ORDERS), 7)})
+    writer = Ledger(lake)
+    writer.record_source(source)
+    writer.append_window(window)
+    writer.record_tables([state])
+    writer.record_chunks([chunk])
+    writer.record_publish(publish)
+
+    reader = Ledger(lake)
+    assert reader.source() == source
+    assert reader.windows() == reader.prepared() == (window,)
+    assert reader.tables() == {_ORDERS: state}
+    assert reader.chunks(_ORDERS, "g1") == (chunk,)
+    assert reader.publish() == publish
+    assert reader.publishes() == (publish,)
+
+
+def test_the_ledger_still_holds_after_the_lake_has_moved(lake: Lake, tmp_path: Path) -> None:
+    writer = Ledger(lake)
+    writer.append_window(_window(100, 200, "prepared", tables=[_write(lake)]))
+    writer.record_publish(Publish(200, datetime.now(UTC), {_ORDERS: TablePointer(lake.current(_ORDERS), 7)}))
+    moved = Lake(str(tmp_path / "elsewhere"))
+    shutil.move(lake.uri, moved.uri)
+    assert Ledger(moved).prepared()[0].tables[0].path == moved.raw(_ORDERS)
+    publish = Ledger(moved).publish()
+    assert publish is not None
+    assert publish.tables[_ORDERS].path == moved.current(_ORDERS)
+
+
+def test_a_complete_window_keeps_its_counts_and_names_no_files(lake: Lake) -> None:
+    ledger = Ledger(lake)
+    prepared = _window(100, 200, "prepared", tables=[_write(lake)])
+    ledger.append_window(prepared)
+    assert ledger.frontier() is None
+    ledger.append_window(replace(prepared, state="complete"))
+    assert ledger.prepared() == ()
+    assert ledger.frontier() == 200
+    assert ledger.windows()[0].tables == (replace(_write(lake), files=(), schema_json=""),)
+
+
+def test_the_frontier_is_where_the_windows_have_their_first_gap(lake: Lake) -> None:
+    ledger = Ledger(lake)
+    ledger.append_window(_window(100, 100))
+    assert ledger.frontier() == 100
+    ledger.append_window(_window(100, 200))
+    ledger.append_window(_window(300, 400, slot="pgwal_w_1"))
+    assert ledger.frontier() == 200
+    ledger.append_window(_window(200, 300, "prepared", slot="pgwal_w_2"))
+    assert ledger.frontier() == 200
+    ledger.append_window(_window(200, 300, slot="pgwal_w_2"))
+    assert ledger.frontier() == 400
+    assert [window.end_lsn for window in ledger.windows(after=200)] == [300, 400]
+
+
+def test_a_slot_made_anew_begins_a_new_frontier(lake: Lake) -> None:
+    ledger = Ledger(lake)
+    for window in (_window(100, 100), _window(100, 200), _window(500, 500)):
+        ledger.append_window(window)
+    assert ledger.frontier() == 500
+    ledger.append_window(_window(500, 600))
+    assert ledger.frontier() == 600
+
+
+def test_a_slot_that_begins_where_the_last_window_ended_changes_nothing(lake: Lake) -> None:
+    ledger = Ledger(lake)
+    ledger.append_window(_window(100, 200))
+    ledger.append_window(_window(200, 200))
+    ledger.append_window(_window(200, 300))
+    assert ledger.frontier() == 300
+
+
+def test_writing_a_window_again_is_nothing(lake: Lake) -> None:
+    prepared = _window(100, 200, "prepared", tables=[_write(lake)])
+    one, other = Ledger(lake), Ledger(lake)
+    one.append_window(prepared)
+    other.append_window(prepared)
+    one.append_window(replace(prepared, state="complete"))
+    other.append_window(replace(prepared, state="complete"))
+    assert [window.state for window in Ledger(lake).windows()] == ["complete"]
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        _window(100, 200, "prepared", slot="other"),
+        _window(150, 200, "prepared"),
+        _window(50, 150, "prepared"),
+        _window(199, 300, "complete"),
+        _window(100, 250, "prepared"),
+    ],
+)
+def test_a_window_that_another_process_has_is_refused(lake: Lake, window: Window) -> None:
+    first, second = Ledger(lake), Ledger(lake)
+    assert second.windows() == ()
+    first.append_window(_window(100, 200, "prepared", tables=[_write(lake)]))
+    with pytest.raises(LakeError, match=r"0/64 to 0/C8.*Only one pipeline"):
+        second.append_window(window)
+    assert len(Ledger(lake).windows()) == 1
+
+
+def test_the_same_window_with_other_files_is_refused(lake: Lake) -> None:
+    Ledger(lake).append_window(_window(100, 200, "prepared", tables=[_write(lake)]))
+    with pytest.raises(LakeError, match="Only one pipeline"):
+        Ledger(lake).append_window(_window(100, 200, "prepared", tables=[replace(_write(lake), files=())]))
+
+
+def test_pruned_windows_that_follow_one_another_become_one_record(lake: Lake) -> None:
+    ledger = Ledger(lake)
+    ledger.append_window(_window(100, 100))
+    for start in range(100, 700, 100):
+        ledger.append_window(replace(_window(start, start + 100), changes=start))
+    ledger.prune_windows([window_key(end) for end in (200, 300, 500)])
+    assert [(window.start_lsn, window.end_lsn, window.state) for window in ledger.windows()] == [
+        (100, 100, "complete"),
+        (100, 300, "pruned"),
+        (300, 400, "complete"),
+        (400, 500, "pruned"),
+        (500, 600, "complete"),
+        (600, 700, "complete"),
+    ]
+    ledger.prune_windows([window_key(400), window_key(600)])
+    assert [(window.start_lsn, window.end_lsn, window.state, window.changes) for window in Ledger(lake).windows()] == [
+        (100, 100, "complete", 0),
+        (100, 600, "pruned", 1500),
+        (600, 700, "complete", 600),
+    ]
+    assert Ledger(lake).frontier() == 700
+    ledger.append_window(_window(700, 800))
+    assert ledger.frontier() == 800
+
+
+def test_tables_change_together_and_the_newest_state_counts(lake: Lake) -> None:
+    ledger = Ledger(lake)
+    other = TableName("shop", "b")
+    ledger.record_tables([TableState(_ORDERS, 1, "pending"), TableState(other, 2, "pending")])
+    ledger.record_tables([TableState(_ORDERS, 1, "ready", generation="g")])
+    assert {table: state.state for table, state in Ledger(lake).tables().items()} == {_ORDERS: "ready", other: "pending"}
+    ledger.amend_tables(lambda known: [replace(known[other], state="gone")])
+    assert Ledger(lake).tables()[other].oid == 2
+    assert Ledger(lake).tables()[other].state == "gone"
+
+
+def test_publishes_go_forward_only(lake: Lake) -> None:
+    now = datetime.now(UTC)
+    one, other = Ledger(lake), Ledger(lake)
+    one.record_publish(Publish(200, now, {_ORDERS: TablePointer(lake.current(_ORDERS), 7)}))
+    other.record_publish(Publish(200, now, {_ORDERS: TablePointer(lake.current(_ORDERS), 8)}))
+    with pytest.raises(LakeError, match="version 8"):
+        one.record_publish(Publish(200, now, {_ORDERS: TablePointer(lake.current(_ORDERS), 7)}))
+    with pytest.raises(LakeError, match="0/64 cannot follow the one at 0/C8"):
+        one.record_publish(Publish(100, now))
+    one.record_publish(Publish(300, now, {_ORDERS: TablePointer(lake.current(_ORDERS), 2)}))
+    assert [(publish.lsn, publish.tables[_ORDERS].version) for publish in Ledger(lake).publishes()] == [(200, 8), (300, 2)]
+
+
+def test_forgetting_keeps_the_newest_publish_and_the_snapshots_in_use(lake: Lake) -> None:
+    now = datetime.now(UTC)
+    ledger = Ledger(lake)
+    for lsn in (100, 200, 300):
+        ledger.record_publish(Publish(lsn, now - timedelta(days=1000 - lsn)))
+    old = now - timedelta(days=30)
+    ledger.record_chunks([Chunk(_ORDERS, name, 0, at=old) for name in ("old", "reading", "published", "force")])
+    ledger.record_chunks([Chunk(_ORDERS, "just beginning", 0)])
+    ledger.record_tables([TableState(_ORDERS, 1, "ready", generation="force", reading="reading", published="published")])
+    ledger.forget(now - timedelta(days=750), now - timedelta(days=1))
+    assert [publish.lsn for publish in ledger.publishes()] == [300]
+    assert ledger.generations(_ORDERS) == {"reading", "published", "force", "just beginning"}
+    later = datetime.now(UTC) + timedelta(minutes=1)
+    ledger.forget(later, later)
+    assert [publish.lsn for publish in Ledger(lake).publishes()] == [300]
+    assert Ledger(lake).generations(_ORDERS) == {"reading", "published", "force"}
+
+
+def test_what_is_read_does_not_grow_with_every_append(lake: Lake) -> None:
+    ledger = Ledger(lake)
+    for start in range(0, 4000, 100):
+        prepared = _window(start, start + 100, "prepared", tables=[_write(lake)] * 5)
+        ledger.append_window(prepared)
+        ledger.append_window(replace(prepared, state="complete"))
+    fresh = Ledger(lake)
+    assert fresh.frontier() == 4000
+    assert len(fresh.windows()) == 40
+    assert len(fresh._windows._files) < 10
+    assert len(list(Path(lake.ledger("windows"), "_delta_log").glob("*.checkpoint.parquet"))) >= 80 // 20
