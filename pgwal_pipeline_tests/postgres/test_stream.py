@@ -1,6 +1,9 @@
 """The stream against real servers: what is read, what is reported, and how it ends."""
 
+import os
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +14,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgwal_pipeline.errors import PgwalError, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.local.postgres import Postgres, servers
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.postgres.stream import HEADER_BYTES, ReplicationStream, start_command
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
@@ -392,6 +395,37 @@ def test_a_lost_slot_cannot_be_read(make_server: Callable[..., Postgres]) -> Non
         assert inspect(source, name).invalidation_reason == "wal_removed"
         with pytest.raises(SlotLost, match=f"Slot {name} is lost: the WAL it needs was removed.*max_slot_wal_keep_size"):
             open_stream(source, name)
+
+
+def test_encrypted(make_server: Callable[..., Postgres]) -> None:
+    """A call of libpq takes one record then, and a record is one message: many calls are made at a time."""
+    programs = [(found, found.bin / "pg_config") for found in servers()]
+    able = [found for found, config in programs if config.exists() and b"openssl" in subprocess.check_output([config, "--configure"])]
+    if not able or shutil.which("openssl") is None:
+        pytest.skip("no server with TLS at hand")
+    server = make_server(able[0])
+    certificate, key = server.data_dir / "server.crt", server.data_dir / "server.key"
+    options = ["-x509", "-days", "2", "-nodes", "-subj", "/CN=test"]
+    subprocess.run(["openssl", "req", "-new", *options, "-out", certificate, "-keyout", key], check=True, capture_output=True)
+    owner = server.data_dir.stat()
+    for path in (certificate, key):
+        path.chmod(0o600)
+        if os.geteuid() == 0:
+            os.chown(path, owner.st_uid, owner.st_gid)
+    server.settings["ssl"] = "on"
+    server.restart()
+    with fresh_source(server) as source:
+        name = prepare(source)
+        source.sql("insert into item select n, repeat('x', 100) from generate_series(1, 30000) n")
+        with open_stream(source, name, dsn=make_conninfo(source.dsn, sslmode="require")) as stream:
+            assert stream._pgconn.ssl_in_use
+            most, count = 0, 0
+            end = flushed(source)
+            while stream.server_position < end:
+                count += kinds(stream.read(1 << 20, 0.1)).count("I")
+                most = max(most, stream._calls)
+            assert count == 30_000
+            assert most > 8
 
 
 def test_an_error_ends_the_connection(source: Source) -> None:
