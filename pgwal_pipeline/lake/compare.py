@@ -86,7 +86,7 @@ def remove(path: str) -> None:
     with lake_errors(path):
         found = filesystem(path)
         if found.get_file_info("").type == pafs.FileType.Directory:
-            found.delete_dir_contents("", missing_dir_ok=True)
+            found.delete_dir_contents("", accept_root_dir=True, missing_dir_ok=True)
 
 
 def _read(spark: "SparkSession", table: "DataFrame | str", version: int | None) -> "DataFrame":
