@@ -217,7 +217,7 @@ class _Watch:
 
     def __init__(self, postgres: Postgres, workload: Workload, ui: DagsterUi, settings: Settings) -> None:
         self._postgres, self._workload, self.ui, self._settings = postgres, workload, ui, settings
-        self._began, self._last = time.monotonic(), (time.monotonic(), 0)
+        self._last = (time.monotonic(), workload.tally().transactions)
 
     def pause(self, seconds: float) -> None:
         """Wait. Raises PgwalError when the server or Dagster has ended by itself."""
