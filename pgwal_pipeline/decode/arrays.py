@@ -123,7 +123,8 @@ def _elements(texts: Ragged, outline: Bytes, escapes: Ints, delimiter: str) -> S
         kept[escapes] = False
         octets = octets[kept]
         starts, ends = starts - np.searchsorted(escapes, starts), ends - np.searchsorted(escapes, ends)
-    bounds = np.stack([starts, ends], axis=1).astype(np.int32)
+    bounds = np.empty((len(starts), 2), np.int32)
+    bounds[:, 0], bounds[:, 1] = starts, ends
     which = pa.array(np.arange(0, 2 * len(starts), 2), mask=null if null.any() else None)
     return Split(pick(bounds, octets, which), offsets, None)
 

@@ -21,9 +21,8 @@ from pgwal_pipeline.relation import PgType
 _DATE = r"\A(-?infinity|[0-9]{4,7}-[0-9]{2}-[0-9]{2}( BC)?)\z"
 _TIMESTAMP = r"\A(-?infinity|[0-9]{4,6}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?( BC)?)\z"
 _TIMESTAMPTZ = _TIMESTAMP.replace("( BC)?", r"\+00( BC)?")
-_FLOAT = r"\A(NaN|-?Infinity|-?[0-9]+(\.[0-9]+)?(e[+-][0-9]+)?)\z"
-_INFINITE = r"\A-?Infinity\z"
-_NUMERIC = r"\A(NaN|-?Infinity|-?[0-9]+(\.[0-9]+)?)\z"
+_NOT_FINITE = r"\A(NaN|-?Infinity)\z"
+_NUMERIC = r"\A-?[0-9]+(\.[0-9]+)?\z"
 _INT64_DIGITS = 18  # decimals of up to so many digits are read as 64-bit integers
 _YEAR_ONE = -719_162  # days from 1970-01-01 back to 0001-01-01
 _DAY = 86_400_000_000  # microseconds
@@ -66,22 +65,14 @@ def _strings(texts: Ragged, _: pa.DataType) -> Cast:
 
 
 def _integers(texts: Ragged, arrow: pa.DataType) -> Cast:
-    letters = texts.octets > ord("9")  # Arrow would take hexadecimal digits
-    if letters.any():
-        raise texts.unreadable(texts.row_of(int(letters.argmax())), arrow)
-    return Cast(_arrow_cast(texts, arrow))
+    # Arrow would take hexadecimal digits.
+    return Cast(_arrow_cast(_up_to(texts, "9", arrow), arrow))
 
 
 def _floats(texts: Ragged, arrow: pa.DataType) -> Cast:
     values = _arrow_cast(texts, arrow)
-    numbers = values.fill_null(0).to_numpy()
-    if not np.isfinite(numbers).all():
-        # NaN and Infinity are values; what overflowed, or another spelling that Arrow knows, is not.
-        _check(texts, None, _FLOAT, arrow)
-        infinite = texts.matching(_INFINITE)
-        wrong = np.isinf(numbers) & ~infinite
-        if wrong.any():
-            raise texts.unreadable(int(wrong.argmax()), arrow)
+    # NaN and Infinity are values; what overflowed, or another spelling that Arrow knows, is not.
+    _check(texts, ~np.isfinite(values.fill_null(0).to_numpy()), _NOT_FINITE, arrow)
     return Cast(values)
 
 
@@ -111,7 +102,8 @@ def _binaries(texts: Ragged, arrow: pa.DataType) -> Cast:
     try:
         octets = binascii.unhexlify(texts.octets[digits].tobytes())
     except ValueError:
-        raise texts.unreadable(int((~texts.matching(r"\A\\x([0-9a-f]{2})*\z") & valid).argmax()), arrow) from None
+        _check(texts, valid, r"\A\\x([0-9a-f]{2})*\z", arrow)
+        raise
     offsets = offsets_of(np.where(valid, (lengths - 2) // 2, 0))
     return Cast(assemble(arrow, len(texts), texts.validity, offsets.astype(np.int32), octets))
 
@@ -133,10 +125,7 @@ def _timestamps(texts: Ragged, arrow: pa.DataType) -> Cast:
 def _moments(texts: Ragged, arrow: pa.DataType, fits: Mask, pattern: str, earliest: int) -> Cast:
     """Dates or timestamps: those that `fits` marks as typed values, the others, which must match `pattern`, as misfits."""
     texts, misfits = _without(texts, fits, pattern, arrow)
-    letters = texts.octets > ord(":")
-    if letters.any():
-        raise texts.unreadable(texts.row_of(int(letters.argmax())), arrow)
-    values = _arrow_cast(texts, arrow)
+    values = _arrow_cast(_up_to(texts, ":", arrow), arrow)
     counts = values.view(pa.int32() if arrow.bit_width == 32 else pa.int64()).fill_null(earliest).to_numpy()
     if counts.min(initial=earliest) < earliest:  # there is no year zero
         raise texts.unreadable(int(counts.argmin()), arrow)
@@ -144,27 +133,29 @@ def _moments(texts: Ragged, arrow: pa.DataType, fits: Mask, pattern: str, earlie
 
 
 def _decimals(texts: Ragged, arrow: pa.DataType) -> Cast:
-    if arrow.precision <= _INT64_DIGITS:
-        values = _short_decimals(texts, arrow)
-        if values is not None:
-            return Cast(values)
-    elif not (texts.octets > ord("9")).any():
-        try:
-            return Cast(texts.array.cast(arrow))
-        except pa.ArrowInvalid:
-            pass
+    texts, misfits = _without(texts, ~texts.holding(texts.octets > ord("9")), _NOT_FINITE, arrow)
+    values = _short_decimals(texts, arrow) if arrow.precision <= _INT64_DIGITS else _long_decimals(texts, arrow)
+    if values is not None:
+        return Cast(values, misfits)
     whole, scale = arrow.precision - arrow.scale, arrow.scale
     digits = f"0*[0-9]{{1,{whole}}}" if whole else "0+"
     fraction = rf"(\.[0-9]{{1,{scale}}})?" if scale else ""
-    texts, misfits = _without(texts, texts.matching(rf"\A-?({digits}){fraction}\z"), _NUMERIC, arrow)
+    texts, too_long = _without(texts, texts.matching(rf"\A-?({digits}){fraction}\z"), _NUMERIC, arrow)
+    if too_long is not None:
+        misfits = too_long if misfits is None else misfits | too_long
     return Cast(_arrow_cast(texts, arrow), misfits)
 
 
-def _short_decimals(texts: Ragged, arrow: pa.DataType) -> pa.Array | None:
-    """Decimals that fit 64 bits, read as integers without their point; None where a value is not written the usual way."""
-    octets, offsets = texts.octets, texts.offsets
-    if octets.max(initial=0) > ord("9"):
+def _long_decimals(texts: Ragged, arrow: pa.DataType) -> pa.Array | None:
+    try:
+        return texts.array.cast(arrow)
+    except pa.ArrowInvalid:
         return None
+
+
+def _short_decimals(texts: Ragged, arrow: pa.DataType) -> pa.Array | None:
+    """Decimals that fit 64 bits, read as integers without their point; None where a value is not written the usual way, or too long."""
+    octets, offsets = texts.octets, texts.offsets
     if arrow.scale:
         ends = offsets[1:] if texts.valid is None else offsets[1:][texts.valid]
         points = octets == ord(".")
@@ -193,13 +184,13 @@ def _lists(texts: pa.StringArray, target: Target, element: Target) -> Cast:
     split = arrays.split(ragged, target.delimiter)
     if split.misfits is not None:
         _strings(ragged, pa.string())  # their text is kept as it is
-    rows = split.rows()
     try:
         done = cast_to(split.elements, element)
     except UnreadableError as error:
-        raise UnreadableError(int(rows[error.index]), f"in an array, {error.reason}") from None
+        raise UnreadableError(int(split.rows()[error.index]), f"in an array, {error.reason}") from None
     misfits, values, offsets = split.misfits, done.values, split.offsets
     if done.misfits is not None:
+        rows = split.rows()
         misfits = np.zeros(len(texts), np.bool_) if misfits is None else misfits.copy()
         misfits[rows[done.misfits]] = True
         values = values.filter(pa.array(~misfits[rows]))
@@ -242,12 +233,21 @@ def _without(texts: Ragged, fits: Mask, pattern: str, arrow: pa.DataType) -> tup
     return texts.without(misfits), misfits
 
 
-def _check(texts: Ragged, among: Mask | None, pattern: str, arrow: pa.DataType) -> None:
-    wrong = ~texts.matching(pattern) & texts.valid_mask()
-    if among is not None:
-        wrong &= among
-    if wrong.any():
-        raise texts.unreadable(int(wrong.argmax()), arrow)
+def _check(texts: Ragged, among: Mask, pattern: str, arrow: pa.DataType) -> None:
+    """See that those texts match."""
+    indices = np.flatnonzero(among)
+    if len(indices):
+        wrong = ~texts.only(indices).matching(pattern)
+        if wrong.any():
+            raise texts.unreadable(int(indices[wrong.argmax()]), arrow)
+
+
+def _up_to(texts: Ragged, letter: str, arrow: pa.DataType) -> Ragged:
+    """The texts, in which no byte may come after `letter`."""
+    beyond = texts.octets > ord(letter)
+    if beyond.any():
+        raise texts.unreadable(texts.row_of(int(beyond.argmax())), arrow)
+    return texts
 
 
 _CASTS: dict[int, Callable[[Ragged, pa.DataType], Cast]] = {

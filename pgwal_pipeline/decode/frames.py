@@ -18,8 +18,8 @@ from pgwal_pipeline.lsn import format_lsn
 HEADER = 25
 """Bytes before a replication message's payload: 'w', the WAL's start and the server's end as unsigned 64 bits, the server's clock."""
 
-PORTION = (1 << 30) - 1
-"""Most bytes of one buffer. Arrow's offsets have 31 bits, and a field may be needed twice: in the old row and in the new one without it."""
+PORTION = 64 << 20
+"""Most bytes of one buffer, unless a single string has more; what is known of each field takes ten times the room of a null."""
 
 _PADDING = bytes(64)
 _SHOWN = 24  # bytes of a message that an error shows

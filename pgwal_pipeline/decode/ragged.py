@@ -45,6 +45,10 @@ class Ragged:
         gone = which if self.valid is None else which | ~self.valid
         return Ragged._shared(self.array.take(pa.array(np.arange(len(self)), mask=gone)))
 
+    def only(self, indices: Ints) -> "Ragged":
+        """The strings at these indices."""
+        return Ragged._shared(self.array.take(pa.array(indices)))
+
     @classmethod
     def _shared(cls, array: pa.StringArray) -> "Ragged":
         validity, positions, data = array.buffers()
@@ -72,6 +76,14 @@ class Ragged:
     def row_of(self, position: int) -> int:
         """The index of the string that holds the byte at `position`."""
         return int(np.searchsorted(self.offsets, position, "right")) - 1
+
+    def holding(self, octets: Mask) -> Mask:
+        """Which strings hold one of the marked bytes."""
+        held = np.zeros(len(self), np.bool_)
+        positions = np.flatnonzero(octets)
+        if len(positions):
+            held[np.searchsorted(self.offsets, positions, "right") - 1] = True
+        return held
 
     def bytes_at(self, index: int) -> bytes:
         """The string at `index`."""

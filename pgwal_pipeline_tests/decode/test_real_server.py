@@ -188,7 +188,8 @@ def assert_cases(rows: pa.Table) -> None:
     assert not texts
 
 
-def test_every_type(source: Source) -> None:
+def test_every_type(source_matrix: Source) -> None:
+    source = source_matrix
     source.sql(TYPES)
     columns = ", ".join(f"c{number} {declared}" for number, (declared, _, _) in enumerate(CASES))
     with streaming(source) as (decoder, stream, conn):
