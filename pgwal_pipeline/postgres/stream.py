@@ -75,7 +75,7 @@ class ReplicationStream:
         self._failure: PgwalError | None = None
         now = time.monotonic()
         self._due = now + self._interval
-        self._told = 0.0
+        self._told = self._asked = 0.0
         self._heard = now
         self._looked = now
         pgconn.notice_handler = self._notice
@@ -240,6 +240,8 @@ class ReplicationStream:
         # What the socket does not take now (its peer takes nothing) goes out with the next update.
         self._pgconn.flush()
         self._told = time.monotonic()
+        if ask:
+            self._asked = self._told
         self._due = self._told + self._interval
 
     def _notice(self, result: PGresult) -> None:
@@ -283,14 +285,17 @@ class ReplicationStream:
         """After a long silence, ask over another connection whether the walsender is at work: a large transaction takes long to decode."""
         if time.monotonic() - self._heard < self.silence_limit:
             return
+        if self._asked <= self._heard:
+            self._report(ask=True)
+            return
         with closing(connect(self._dsn)) as conn:
             row = conn.execute(
                 "SELECT a.wait_event_type FROM pg_catalog.pg_replication_slots s "
                 "JOIN pg_catalog.pg_stat_activity a ON a.pid = s.active_pid WHERE s.slot_name = %s",
                 [self._slot],
             ).fetchone()
-        # One that waits for its client, or for WAL, would have answered.
-        if row is None or row[0] in ("Activity", "Client"):
+        # One that waits for its client, or for WAL, would have answered; perhaps it just has.
+        if (row is None or row[0] in ("Activity", "Client")) and not self._poll.poll(0):
             raise self._fail(
                 SourceUnavailable(
                     f"The stream of slot {self._slot} brought nothing for {self.silence_limit:.0f} s though answers were asked for: its "
