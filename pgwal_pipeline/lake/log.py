@@ -69,10 +69,13 @@ class RowLog:
         `decide` is called again whenever another writer was faster, so it has seen every row before its own; what it raises is passed on.
         """
         with self._lock, lake_errors(self._uri):
+            self._look()
             if self._table is None:
+                if decide(self._counted()).num_rows == 0:
+                    return
                 self._table = ensure_table(self._lake, self._uri, self._schema, configuration=_CONFIGURATION)
+                self._load()
             for attempt in range(ATTEMPTS):
-                self._look()
                 rows = decide(self._counted())
                 if rows.num_rows == 0:
                     return
@@ -82,6 +85,7 @@ class RowLog:
                     self._join_small_files()
                     return
                 time.sleep(random.uniform(0, min(0.5, 0.005 * 2**attempt)))  # noqa: S311 - two writers must not keep step
+                self._look()
             raise crowded(self._uri)
 
     def rewrite(self, keep: Callable[[pa.Table], pa.Table]) -> None:

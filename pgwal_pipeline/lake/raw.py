@@ -36,6 +36,7 @@ _MARKER = "pgwal_windows"
 _CONFIGURATION = {
     "delta.dataSkippingStatsColumns": _POSITION,
     "delta.deletedFileRetentionDuration": "interval 1 days",
+    "delta.logRetentionDuration": "interval 2 days",
 }
 _COLUMN_COST = 512  # bytes that an Arrow array takes besides what is in it, about
 _LOOSE = 64
@@ -152,7 +153,7 @@ class WindowWriter:
             key_changes=write.key_changes + changes.key_changes,
             unchanged=write.unchanged or changes.unchanged,
         )
-        for piece in plain_tables(changes.rows, buffer.arrow):
+        for piece in plain_tables(changes.rows, buffer.arrow) if changes.rows.num_rows else ():
             size = piece.nbytes + _COLUMN_COST * piece.num_columns
             buffer.loose.append(piece)
             buffer.bytes += size
@@ -163,7 +164,7 @@ class WindowWriter:
         self._make_room()
 
     def finish(self) -> tuple[TableWrite, ...]:
-        """Write out what waits; the files are on disk then. Returns what each table got, in the names' order.
+        """Write out what waits; the files are on disk then, and the caller's. Returns what each table got, in the names' order.
 
         Raises TableError for a table whose raw table turns out to have other types; called again it goes on without that table.
         """
@@ -182,6 +183,7 @@ class WindowWriter:
             for _, buffer in sorted(self._buffers.items())
         )
         self._pool.shutdown()
+        self._buffers.clear()
         return writes
 
     def abandon(self) -> None:

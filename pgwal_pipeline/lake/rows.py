@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import islice, repeat
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from pgwal_pipeline.lake.layout import Lake
@@ -38,6 +40,8 @@ _WRITE = pa.struct(
         ("schema", pa.string()),
     ]
 )
+
+_COUNTS = ("rows", "inserts", "updates", "deletes", "truncates", "key_changes", "unchanged")
 
 SOURCE = pa.schema(
     [
@@ -138,27 +142,31 @@ def _window_row(window: Window, lake: Lake) -> dict[str, Any]:
 
 def windows(rows: pa.Table, lake: Lake) -> list[Window]:
     """The windows in `rows`, in their order."""
-    found = []
-    for row in _records(rows):
-        writes = tuple(_write(write, lake) for write in row["tables"] or ())
-        found.append(Window(**_known(Window, row, seconds=dict(row["seconds"] or ()), tables=writes)))
-    return found
+    plain = rows.drop_columns(["tables"])
+    return [
+        Window(**_known(Window, row, seconds=dict(row["seconds"] or ()), tables=writes))
+        for row, writes in zip(_records(plain), _writes(rows["tables"].combine_chunks(), lake), strict=True)
+    ]
 
 
-def _write(found: Mapping[str, Any], lake: Lake) -> TableWrite:
-    return TableWrite(
-        table=found["table"],
-        path=lake.absolute(found["path"]),
-        schema_json=found["schema"] or "",
-        files=tuple(FileWrite(**file) for file in found["files"]) if found["files"] else (),
-        rows=found["rows"],
-        inserts=found["inserts"],
-        updates=found["updates"],
-        deletes=found["deletes"],
-        truncates=found["truncates"],
-        key_changes=found["key_changes"],
-        unchanged=found["unchanged"],
-    )
+def _writes(lists: pa.ListArray, lake: Lake) -> Iterator[tuple[TableWrite, ...]]:
+    """The table writes of each window. There are many of them, so a value of each field is made at a time rather than a dict of each."""
+    found = lists.flatten()
+    paths = {path: lake.absolute(path) for path in found.field("path").unique().to_pylist()}
+    files = found.field("files")
+    writes = [
+        TableWrite(table, paths[path], schema or "", tuple(FileWrite(**file) for file in named or ()), *counts)
+        for table, path, schema, named, *counts in zip(
+            found.field("table").to_pylist(),
+            found.field("path").to_pylist(),
+            found.field("schema").to_pylist(),
+            files.to_pylist() if len(files.flatten()) else repeat(None),
+            *(found.field(name).to_pylist() for name in _COUNTS),
+            strict=False,
+        )
+    ]
+    remaining = iter(writes)
+    return (tuple(islice(remaining, length)) for length in np.diff(lists.offsets.to_numpy()).tolist())
 
 
 def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:

@@ -28,6 +28,7 @@ ATTEMPT = "_pgwal_chunk"
 _CONFIGURATION = {
     "delta.dataSkippingStatsColumns": ATTEMPT,
     "delta.deletedFileRetentionDuration": "interval 1 days",
+    "delta.logRetentionDuration": "interval 2 days",
 }
 _GROUP_BYTES = 64 << 20
 _FILE_BYTES = 512 << 20

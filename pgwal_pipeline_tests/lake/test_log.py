@@ -43,6 +43,8 @@ def test_the_newest_row_of_a_key_counts_for_every_reader(tmp_path: Path) -> None
 
 def test_no_rows_are_no_commit(tmp_path: Path) -> None:
     writer = _log(tmp_path)
+    writer.append(lambda _: _rows())
+    assert list(tmp_path.iterdir()) == []
     writer.append(lambda _: _rows(("a", 1)))
     before = sorted(path.name for path in (tmp_path / "_pgwal/things/_delta_log").iterdir())
     writer.append(lambda _: _rows())
@@ -83,6 +85,20 @@ def test_rewriting_leaves_only_what_is_kept_and_numbers_go_on(tmp_path: Path) ->
     assert _content(reader.rows()) == {"b": 1}
     writer.append(lambda _: _rows(("c", 1)))
     assert reader.rows()["seq"].to_pylist() == [2, 4]
+
+
+def test_a_reader_that_slept_while_old_commits_were_cleaned_away_reads_on(tmp_path: Path) -> None:
+    writer, reader = _log(tmp_path), _log(tmp_path)
+    writer.append(lambda _: _rows(("a", 1)))
+    reader.rows()
+    for number in range(45):
+        writer.append(lambda _, number=number: _rows(("b", number)))
+    commits = sorted((tmp_path / "_pgwal/things/_delta_log").glob("*.json"))
+    for commit in commits[:40]:
+        commit.unlink()
+    assert _content(reader.rows()) == {"a": 1, "b": 44}
+    reader.append(lambda _: _rows(("c", 1)))
+    assert _content(_log(tmp_path).rows()) == {"a": 1, "b": 44, "c": 1}
 
 
 def test_a_column_that_came_later_is_null_in_older_rows(tmp_path: Path) -> None:

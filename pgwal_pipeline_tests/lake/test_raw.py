@@ -209,6 +209,24 @@ def test_a_failed_window_takes_its_files_away(lake: Lake) -> None:
     assert list(Path(lake.uri).rglob("*.parquet")) == []
 
 
+def test_files_are_the_callers_once_they_are_finished(lake: Lake) -> None:
+    writes: list[TableWrite] = []
+    with pytest.raises(RuntimeError), WindowWriter(lake, 1 << 20, _KEY) as writer:
+        writer.add(inserts("orders", {"id": [1]}))
+        writes += writer.finish()
+        raise RuntimeError  # the ledger may name them by now
+    commit_window(lake, _KEY, writes)
+    assert _ids(lake) == [1]
+
+
+def test_a_table_without_rows_gets_no_file(lake: Lake) -> None:
+    (write,) = _written(lake, inserts("orders", {"id": pa.array([], pa.int64())}))
+    assert write.files == ()
+    commit_window(lake, _KEY, [write])
+    assert read(lake, lake.raw(_ORDERS)) == []
+    assert DeltaTable(lake.raw(_ORDERS)).version() == 0
+
+
 def test_a_lake_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "lake").write_text("")
     with pytest.raises(LakeError, match="The lake cannot be used at"):
