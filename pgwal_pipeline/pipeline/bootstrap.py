@@ -52,6 +52,8 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None])
     published = publication.ensure(conn, settings.publication, settings.tables)
     state = slot.inspect(conn, settings.slot)
     frontier = ledger.frontier()
+    if state is not None:
+        slot.require_usable(state, identity.database)
     if recorded is None and state is not None:
         raise LakeError(
             f"Slot {settings.slot} exists already, but the lake {lake.uri} has no record of it: another lake may be fed by it. "

@@ -224,7 +224,9 @@ def test_killed_snapshot_goes_on_where_it_was(point: str, source: Source, make_p
     assert killed.returncode == -9, killed.stderr
     source.sql("UPDATE t SET v = 1 WHERE id % 10 = 0")
     source.sql("DELETE FROM t WHERE id % 10 = 1")
-    done = len([chunk for chunk in pipeline.ledger.chunks(TableName("public", "t")) if chunk.attempt is not None])
+    state = pipeline.ledger.tables()[TableName("public", "t")]
+    chunks = pipeline.ledger.chunks(state.table, state.reading or state.generation or "")
+    done = len([chunk for chunk in chunks if chunk.attempt is not None])
     assert done == (10 if not nth else 3)
     pipeline.sync()
     pipeline.assert_current("public.t")
