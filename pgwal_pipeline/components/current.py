@@ -12,6 +12,7 @@ from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slo
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish, publish_json
 from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.settings import Settings
 
 _VERSION = "pgwal/delta_version"
 
@@ -34,7 +35,8 @@ def build_publish(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
             retry_policy=RETRIES,
         )
         def publish_unknown(context: dg.OpExecutionContext) -> None:
-            _publish(context, source, None)
+            for key, metadata in _changed(context, source, _publish(context, source, None)):
+                context.log_event(dg.AssetMaterialization(key, metadata=metadata))
 
         return publish_unknown
 
@@ -90,19 +92,34 @@ def _publish(context: StepContext, source: CdcSource, tables: Iterable[TableName
 def _results(
     context: dg.AssetExecutionContext, source: CdcSource, report: PublishReport
 ) -> Iterator[dg.MaterializeResult | dg.AssetCheckResult]:
+    for key, metadata in _changed(context, source, report):
+        if key in context.selected_asset_keys:
+            yield dg.MaterializeResult(asset_key=key, metadata=metadata)
+        else:
+            context.log_event(dg.AssetMaterialization(key, metadata=metadata))
+    reasons = _errors(slot_of(context, source).settings)
+    for table in {*report.tables, *reasons}:
+        key = source.names.current(table)
+        if dg.AssetCheckKey(key, FOLLOWED_CHECK) in context.selected_asset_check_keys:
+            yield dg.AssetCheckResult(asset_key=key, check_name=FOLLOWED_CHECK, passed=table not in reasons, description=reasons.get(table))
+
+
+def _errors(settings: Settings) -> dict[TableName, str]:
+    """The tables that cannot be followed, each with its reason."""
+    from pgwal_pipeline.lake.layout import Lake
+    from pgwal_pipeline.lake.ledger import Ledger
+
+    states = Ledger(Lake(settings.lake)).tables().values()
+    return {state.table: state.reason or "No reason was given." for state in states if state.state == "error"}
+
+
+def _changed(context: StepContext, source: CdcSource, report: PublishReport) -> Iterator[tuple[dg.AssetKey, dict[str, Any]]]:
+    """The current tables that have another Delta version than Dagster knows of, each with what to tell of it."""
     recorded = _recorded_versions(context, source, report.tables)
     for table, publish in sorted(report.tables.items()):
         key = source.names.current(table)
         if publish.version is not None and not publish.errors and recorded.get(key) != (publish.path, publish.version):
-            metadata = _metadata(report, publish)
-            if key in context.selected_asset_keys:
-                yield dg.MaterializeResult(asset_key=key, metadata=metadata)
-            else:
-                context.log_event(dg.AssetMaterialization(key, metadata=metadata))
-        if dg.AssetCheckKey(key, FOLLOWED_CHECK) in context.selected_asset_check_keys:
-            yield dg.AssetCheckResult(
-                asset_key=key, check_name=FOLLOWED_CHECK, passed=not publish.errors, description="; ".join(publish.errors) or None
-            )
+            yield key, _metadata(report, publish)
 
 
 def _recorded_versions(context: StepContext, source: CdcSource, tables: Iterable[TableName]) -> dict[dg.AssetKey, tuple[str, int]]:

@@ -34,7 +34,8 @@ def build_snapshots(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
             retry_policy=RETRIES,
         )
         def snapshot_unknown(context: dg.OpExecutionContext, config: SnapshotConfig) -> None:
-            _snapshot(context, source, _parsed(config.tables))
+            for report in _snapshot(context, source, _parsed(config.tables)):
+                context.log_event(dg.AssetMaterialization(source.names.snapshot(report.table), metadata=_metadata(report)))
 
         return snapshot_unknown
 

@@ -1,5 +1,6 @@
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,6 +210,18 @@ def test_from_an_empty_lake_to_current_and_verified(location: Location, source: 
     assert {key for key, _ in materialized(again)} == {NAMES.snapshot(ORDERS)}
     assert location.run("publish").success
     location.run("maintenance")
+
+
+def test_a_table_in_error_fails_its_check_and_holds_up_no_other(location: Location, source: Source, spark: "SparkSession") -> None:
+    assert spark is not None
+    bootstrap(location.settings, progress=Silent())
+    location.run("snapshot")
+    ledger = Ledger(Lake(location.settings.lake))
+    ledger.record_tables([replace(ledger.tables()[ODD], state="error", reason="A value was never sent.")])
+    synced = location.run("sync", location.target())
+    checks = {check.asset_key: (check.passed, check.description) for check in synced.get_asset_check_evaluations()}
+    assert checks == {NAMES.current(ORDERS): (True, None), NAMES.current(ODD): (False, "A value was never sent.")}
+    assert {key for key, partition in materialized(synced) if partition is None} == {NAMES.current(ORDERS)}
 
 
 def test_a_current_table_alone(location: Location, source: Source, spark: "SparkSession") -> None:
