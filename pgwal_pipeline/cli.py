@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _INTERRUPTION = "interrupted; what was complete is safe, and the next run goes on from there."
-
-
 _CLEAN_SECONDS = 20.0  # what an interrupted command gets to unwind; every state it may be cut off in is one the next run starts from
 
 
@@ -50,6 +49,7 @@ def _command(function: Callable[..., Any]) -> Callable[..., Any]:
         except PgwalError as error:
             _fail(str(error), error.exit_code)
         except KeyboardInterrupt:
+            time.sleep(0.05)  # for the watching thread to say which one it was
             _fail(_INTERRUPTION, _EXIT_CODES[interrupted[0] if interrupted else signal.SIGINT])
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
@@ -65,22 +65,29 @@ def _command(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch_signals() -> list[signal.Signals]:
-    """Let SIGINT and SIGTERM interrupt the command, once; the signals that came, the first one first.
+    """Let SIGINT and SIGTERM interrupt the command; the signals that came, the first one first.
 
-    Whoever is stuck in a library then has a bounded time to unwind, after which the process ends all the same.
+    Whoever is stuck in a library then has a bounded time to unwind, after which the process ends all the same. Dagster puts handlers of its
+    own in place while a run is executed, so what came is learned from the wakeup descriptor, which every handler leaves alone.
     """
     came: list[signal.Signals] = []
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
 
-    def on_signal(number: int, _frame: object) -> None:
-        came.append(signal.Signals(number))
-        if len(came) == 1:
-            cut_off = threading.Timer(_CLEAN_SECONDS, lambda: os._exit(_EXIT_CODES[came[0]]))
-            cut_off.daemon = True
-            cut_off.start()
-            raise KeyboardInterrupt
+    def watch(_alive: object = writer) -> None:
+        while not came:
+            came.extend(signal.Signals(number) for number in reader.recv(1) if number in _EXIT_CODES)
+        time.sleep(_CLEAN_SECONDS)
+        print(f"pgwal: {_INTERRUPTION}", file=sys.stderr, flush=True)  # noqa: T201 - click may be locked by what is stuck
+        os._exit(_EXIT_CODES[came[0]])
 
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    threading.Thread(target=watch, name="pgwal-signals", daemon=True).start()
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     for number in _EXIT_CODES:
-        signal.signal(number, on_signal)
+        signal.signal(number, interrupt)
     return came
 
 

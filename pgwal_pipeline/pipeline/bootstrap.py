@@ -1,15 +1,18 @@
 """What a lake and a source must agree on before anything is read: identity, publication, slot, and which tables are followed."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import psycopg
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import LakeError, SlotLost
+from pgwal_pipeline.decode.types import change_schema
+from pgwal_pipeline.errors import LakeError, SlotLost, TableError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Source, TableState, Window
+from pgwal_pipeline.lake.raw import check_columns, ensure_raw_table
 from pgwal_pipeline.lsn import format_lsn, window_key
 from pgwal_pipeline.postgres import catalog, publication, slot
 from pgwal_pipeline.postgres.slot import SlotState
@@ -139,14 +142,10 @@ def _record_tables(ledger: Ledger, conn: Connection, relations: dict[TableName, 
     A table that joins is read only after the transactions that run now have ended: what they wrote to it before is in no stream.
     """
     known = ledger.tables()
-    changed: list[TableState] = []
     joined_xid = _next_xid(conn)
-    for table, relation in relations.items():
-        state = known.get(table)
-        if state is None or state.oid != relation.oid or state.state in ("skipped", "gone"):
-            changed.append(
-                TableState(table=table, oid=relation.oid, state="pending", key=relation.key, relation=relation, joined_xid=joined_xid)
-            )
+    fresh = [relation for relation in relations.values() if _joins(known.get(relation.table), relation)]
+    with ThreadPoolExecutor(8, "pgwal-bootstrap") as pool:
+        changed = list(pool.map(lambda relation: _joined(ledger.lake, relation, joined_xid), fresh))
     for table, reason in skipped.items():
         state = known.get(table)
         if state is None or (state.state, state.reason) != ("skipped", reason):
@@ -158,6 +157,21 @@ def _record_tables(ledger: Ledger, conn: Connection, relations: dict[TableName, 
     ]
     if changed:
         ledger.record_tables(changed)
+
+
+def _joins(known: TableState | None, relation: Relation) -> bool:
+    return known is None or known.oid != relation.oid or known.state in ("skipped", "gone")
+
+
+def _joined(lake: Lake, relation: Relation, joined_xid: int) -> TableState:
+    """A table that joins, with its raw table made so that readers find it before its first change."""
+    state = TableState(table=relation.table, oid=relation.oid, state="pending", key=relation.key, relation=relation, joined_xid=joined_xid)
+    try:
+        check_columns(relation)
+        ensure_raw_table(lake, relation.table, change_schema(relation))
+    except TableError as error:
+        return replace(state, state="error", reason=str(error))
+    return state
 
 
 def _next_xid(conn: Connection) -> int:

@@ -13,7 +13,7 @@ import psycopg
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.pgoutput import RelationMessage
-from pgwal_pipeline.errors import SlotLost, SourceUnavailable
+from pgwal_pipeline.errors import SlotLost, SourceUnavailable, TableError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, TableState, Window
 from pgwal_pipeline.lake.raw import commit_window
@@ -134,6 +134,7 @@ def _drain_window(
     )
     failpoints.hit("drain.after_files")
     _record_relations(ledger, read.relations)
+    _record_refused(ledger, read.refused)
     window = Window(
         key=window_key(end),
         slot=settings.slot,
@@ -193,6 +194,19 @@ def _record_relations(ledger: Ledger, relations: Iterable[Relation]) -> None:
 
     if changed(ledger.tables()):
         ledger.amend_tables(changed)
+
+
+def _record_refused(ledger: Ledger, refused: Iterable[TableError]) -> None:
+    """Put tables whose changes could not be written in error: what this window had of them is only in the source now."""
+    reasons = {error.table: str(error) for error in refused}
+    if reasons:
+        ledger.amend_tables(
+            lambda known: [
+                replace(state, state="error", reason=reasons[str(state.table)], generation=None, published=None)
+                for state in known.values()
+                if str(state.table) in reasons
+            ]
+        )
 
 
 def _await_confirmation(conn: psycopg.Connection[Any], name: str, lsn: int) -> None:

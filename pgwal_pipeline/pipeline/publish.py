@@ -72,16 +72,19 @@ def publish(
     return PublishReport(
         lsn=None if last is None else last.lsn,
         published_at=None if last is None else last.published_at,
-        tables=_table_reports(works, outcomes, pointers, errors),
+        tables=_table_reports(works, outcomes, pointers, errors) | _in_error(ledger),
         seconds={"session": session_seconds, "publish": time.perf_counter() - started - session_seconds},
     )
 
 
 def _plan(lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> list[_Work]:
-    windows = [window for window in ledger.windows() if window.state == "complete" and window.end_lsn <= frontier]
+    states = ledger.tables().values()
+    replaced = any(state.generation != state.published for state in states)
+    since = 0 if last is None or replaced else last.lsn
+    windows = [window for window in ledger.windows(since) if window.state == "complete" and window.end_lsn <= frontier]
     published = last.tables if last is not None else {}
     works = []
-    for state in ledger.tables().values():
+    for state in states:
         if state.state != "ready" or state.generation is None or state.relation is None:
             continue
         whole = state.required_lsn is not None and state.required_lsn <= frontier
@@ -207,6 +210,15 @@ def _settle(
     if changed:
         ledger.amend_tables(lambda known: [_settled(known.get(state.table, state), state) for state in changed])
     return pointers, errors
+
+
+def _in_error(ledger: Ledger) -> dict[TableName, TablePublish]:
+    """The tables that cannot be followed, now or since an earlier run, with the reason."""
+    return {
+        state.table: TablePublish(path="", version=None, errors=(state.reason or "unknown",))
+        for state in ledger.tables().values()
+        if state.state == "error"
+    }
 
 
 def _settled(known: TableState, outcome: TableState) -> TableState:

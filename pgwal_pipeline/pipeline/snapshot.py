@@ -15,7 +15,7 @@ import psycopg
 import pyarrow as pa
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SourceRefused
+from pgwal_pipeline.errors import SourceRefused, TableError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, TableState
 from pgwal_pipeline.lake.snapshots import SnapshotWriter
@@ -52,12 +52,26 @@ def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *,
             states = ledger.tables()
         todo = [states[table] for table in needed(settings)] if tables is None else [_begin_anew(states, table) for table in tables]
         published = {table.relation.table: table for table in catalog.published_tables(conn, settings.publication)}
-        reports = [
-            _read_table(settings, conn, ledger, state, published[state.table], progress) for state in todo if state.table in published
-        ]
+        reports = []
+        for state in todo:
+            if state.table not in published:
+                continue
+            try:
+                reports.append(_read_table(settings, conn, ledger, state, published[state.table], progress))
+            except TableError as error:
+                progress.warn(str(error))
+                _note(ledger, state, error)
         if reports:
             slot.force_flush(conn)
     return tuple(reports)
+
+
+def _note(ledger: Ledger, state: TableState, error: TableError) -> None:
+    """Put a table that cannot be read in error; one that was altered under the reader's hands is begun anew the next time."""
+    if isinstance(error, copy.TableChanged):
+        ledger.amend_tables(lambda known: [replace(known.get(state.table, state), reading=None, reason=str(error))])
+    else:
+        ledger.amend_tables(lambda known: [replace(known.get(state.table, state), state="error", reading=None, reason=str(error))])
 
 
 def _begin_anew(states: dict[TableName, TableState], table: TableName) -> TableState:

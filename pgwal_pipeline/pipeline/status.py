@@ -43,7 +43,7 @@ def publish_due(ledger: Ledger) -> bool:
         return False
     publish = ledger.publish()
     since = publish.lsn if publish is not None else 0
-    if any(window.changes for window in ledger.windows() if since < window.end_lsn <= frontier):
+    if any(window.changes for window in ledger.windows(since) if window.end_lsn <= frontier):
         return True
     return any(
         state.state == "ready" and state.generation != state.published and (state.required_lsn or 0) <= frontier

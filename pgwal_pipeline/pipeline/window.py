@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.batch import Decoded, Decoder
 from pgwal_pipeline.decode.pgoutput import RelationMessage
+from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.raw import TableWrite, WindowWriter
+from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.relation import Relation
@@ -27,11 +29,12 @@ _IDLE = 0.25  # seconds the reader waits for the server before it looks round
 class WindowRead:
     """What was read of a window: its files, not yet part of any Delta table, and what they hold.
 
-    `min_xid` and `max_xid` bound the 32-bit transaction ids of its changes, None where it has none; `seconds` has `drain`, `decode` and
-    `write`.
+    `refused` says which tables could not be written, and why: none of their changes is in `writes`. `min_xid` and `max_xid` bound the
+    32-bit transaction ids of the changes, None where there are none; `seconds` has `drain`, `decode` and `write`.
     """
 
     writes: tuple[TableWrite, ...]
+    refused: tuple[TableError, ...]
     relations: tuple[Relation, ...]
     transactions: int
     changes: int
@@ -80,6 +83,7 @@ class _Consumer(threading.Thread):
         super().__init__(name="pgwal-consumer", daemon=True)
         self.tally = _Tally()
         self.writes: tuple[TableWrite, ...] = ()
+        self.refused: dict[str, TableError] = {}
         self.error: BaseException | None = None
         self.ended = threading.Event()
         self._decoder = decoder
@@ -114,8 +118,7 @@ class _Consumer(threading.Thread):
                     self._held -= feed.size
                     self._room.notify_all()
                 if passed:
-                    with self.tally.timed("write"):
-                        self.writes = self._writer.finish()
+                    self._finish()
                     break
         except BaseException as error:  # noqa: BLE001 - carried to the reader's thread, which raises it
             self.error = error
@@ -123,6 +126,19 @@ class _Consumer(threading.Thread):
             self.ended.set()
             with self._room:
                 self._room.notify_all()
+
+    def _finish(self) -> None:
+        with self.tally.timed("write"):
+            while True:
+                try:
+                    self.writes = self._writer.finish()
+                    return
+                except TableError as error:
+                    self._refuse(error)
+
+    def _refuse(self, error: TableError) -> None:
+        """Leave a table out of the window; the others go on."""
+        self.refused.setdefault(error.table, error)
 
     def _consume(self, feed: _Feed) -> bool:
         """Take one feed; true once every transaction of the window has been seen whole."""
@@ -133,7 +149,10 @@ class _Consumer(threading.Thread):
             self.tally.add(decoded, feed.size)
             with self.tally.timed("write"):
                 for changes in decoded.changes:
-                    self._writer.add(changes)
+                    try:
+                        self._writer.add(changes)
+                    except TableError as error:
+                        self._refuse(error)
             if decoded.passed_end:
                 return True
             self._in_transaction = decoded.in_transaction
@@ -159,7 +178,7 @@ def read_window(
     """
     started = time.perf_counter()
     feed_bytes = max(64 << 10, min(4 << 20, memory_budget // 16))
-    writer = WindowWriter(lake, memory_budget // 2)
+    writer = WindowWriter(lake, memory_budget // 2, window_key(end_lsn))
     consumer = _Consumer(Decoder(describe, start_lsn, end_lsn), writer, end_lsn, memory_budget // 4)
     consumer.start()
     reported = -1
@@ -179,11 +198,14 @@ def read_window(
     finally:
         consumer.stop()
         consumer.join()
+        if consumer.error is not None or not consumer.ended.is_set():
+            writer.abandon()
     if consumer.error is not None:
         raise consumer.error
     tally = consumer.tally
     return WindowRead(
         writes=consumer.writes,
+        refused=tuple(consumer.refused.values()),
         relations=tuple(tally.relations.values()),
         transactions=tally.transactions,
         changes=tally.changes,
