@@ -27,33 +27,35 @@ def row_identity(schema: StructType, shape: Shape, alias: str = "") -> str:
 
 
 def counted(events: "DataFrame", shape: Shape) -> "DataFrame":
-    """Each row that the events leave with more or fewer copies: columns, `_pgwal_text`, `_pgwal_commit_lsn`, ROW and `change` (not 0)."""
+    """Each row that gets more or fewer copies: columns, `_pgwal_text`, `_pgwal_commit_lsn`, ROW, and `_pgwal_change`, which is not 0."""
     weight = F.when(F.col(OP).isin("I", "U"), 1).otherwise(-1)
     values = [*(F.first(quote(name)).alias(name) for name in shape.columns), F.first(TEXT).alias(TEXT), F.max(COMMIT_LSN).alias(COMMIT_LSN)]
     rows = events.withColumn(ROW, F.expr(row_identity(events.schema, shape)))
-    return rows.groupBy(ROW).agg(*values, F.sum(weight).alias("change")).where(F.col("change") != 0)
+    return rows.groupBy(ROW).agg(*values, F.sum(weight).alias("_pgwal_change")).where(F.col("_pgwal_change") != 0)
 
 
 def renewed(changes: "DataFrame", base: "DataFrame", shape: Shape) -> "DataFrame":
     """What makes `base` into the bag after `changes`, as rows with ROW and TAKEN.
 
-    First all copies of each row that lost some are to be taken (one order each), then every row that is no order is to be put in, one a copy.
+    First all copies of each row that lost some are to be taken (one order each), then every row that is no order is to be put in.
 
     Reading it fails with `missing_marker` if a row has fewer copies in `base` than are to go.
     """
-    fewer = changes.where("change < 0").select(F.col(ROW).alias("_pgwal_wanted"))
+    fewer = changes.where("_pgwal_change < 0").select(F.col(ROW).alias("_pgwal_wanted"))
     there = base.withColumn(ROW, F.expr(row_identity(base.schema, shape)))
     found = there.join(fewer, F.col(ROW) == F.col("_pgwal_wanted"), "left_semi")
-    copies = found.groupBy(F.col(ROW).alias("_pgwal_found")).agg(F.count("*").alias("copies"), F.max(COMMIT_LSN).alias("newest"))
-    left = F.coalesce("copies", F.lit(0)) + F.col("change")
+    copies = found.groupBy(F.col(ROW).alias("_pgwal_found")).agg(
+        F.count("*").alias("_pgwal_copies"), F.max(COMMIT_LSN).alias("_pgwal_newest")
+    )
+    left = F.coalesce("_pgwal_copies", F.lit(0)) + F.col("_pgwal_change")
     wanted = (
-        F.when(F.col("change") > 0, F.col("change"))
+        F.when(F.col("_pgwal_change") > 0, F.col("_pgwal_change"))
         .when(left >= 0, left)
         .otherwise(F.raise_error(F.lit(missing_marker(shape.table))).cast("long"))
     )
-    orders = F.when(F.col("change") < 0, F.array(F.lit(True))).otherwise(F.array().cast("array<boolean>"))
+    orders = F.when(F.col("_pgwal_change") < 0, F.array(F.lit(True))).otherwise(F.array().cast("array<boolean>"))
     each = F.explode(F.concat(orders, F.array_repeat(F.lit(False), wanted.cast("int"))))
-    lsn = F.when(F.col("change") > 0, F.col(COMMIT_LSN)).otherwise(F.coalesce("newest", COMMIT_LSN))
+    lsn = F.when(F.col("_pgwal_change") > 0, F.col(COMMIT_LSN)).otherwise(F.coalesce("_pgwal_newest", COMMIT_LSN))
     return changes.join(copies, F.col(ROW) == F.col("_pgwal_found"), "left").select(
         *(F.col(quote(name)) for name in shape.columns), lsn.alias(COMMIT_LSN), TEXT, ROW, each.alias(TAKEN)
     )
@@ -62,7 +64,7 @@ def renewed(changes: "DataFrame", base: "DataFrame", shape: Shape) -> "DataFrame
 def applied(changes: "DataFrame", base: "DataFrame", shape: Shape) -> "DataFrame":
     """The bag `base` after `changes`: the columns, `_pgwal_commit_lsn` and `_pgwal_text`."""
     output = [*(F.col(quote(name)) for name in shape.columns), F.col(COMMIT_LSN), F.col(TEXT)]
-    fewer = changes.where("change < 0").select(F.col(ROW).alias("_pgwal_wanted"))
+    fewer = changes.where("_pgwal_change < 0").select(F.col(ROW).alias("_pgwal_wanted"))
     there = base.withColumn(ROW, F.expr(row_identity(base.schema, shape)))
     kept = there.join(fewer, F.col(ROW) == F.col("_pgwal_wanted"), "left_anti")
     return kept.select(*output).unionByName(renewed(changes, base, shape).where(~F.col(TAKEN)).select(*output))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
 from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, DataType, IntegerType, LongType, MapType, StringType, StructField, StructType
@@ -22,7 +23,15 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
 _NUMBER = "_pgwal_chunk_number"
-_CHUNK_TYPE = f"{_NUMBER} int, {CHUNK} string, _pgwal_low long, _pgwal_high long, _pgwal_running array<long>"
+_CHUNK_SCHEMA = pa.schema(
+    [
+        (_NUMBER, pa.int32()),
+        (CHUNK, pa.string()),
+        ("_pgwal_low", pa.int64()),
+        ("_pgwal_high", pa.int64()),
+        ("_pgwal_running", pa.list_(pa.int64())),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -36,11 +45,17 @@ class Source:
 
     def chunk_table(self) -> "DataFrame":
         """The chunks, numbered, as a small DataFrame."""
-        rows = []
-        for number, chunk in enumerate(self.chunks):
-            low, high, running = chunk.bounds
-            rows.append((number, chunk.attempt, low, high, list(running)))
-        return self.spark.createDataFrame(rows, _CHUNK_TYPE)
+        bounds = [chunk.bounds for chunk in self.chunks]
+        columns = [
+            range(len(self.chunks)),
+            [chunk.attempt for chunk in self.chunks],
+            [low for low, _, _ in bounds],
+            [high for _, high, _ in bounds],
+            [running for _, _, running in bounds],
+        ]
+        arrays = [pa.array(column, kind) for column, kind in zip(columns, _CHUNK_SCHEMA.types, strict=True)]
+        # As Arrow: of Python rows Spark would make an RDD that needs Python on the executors.
+        return self.spark.createDataFrame(pa.table(arrays, _CHUNK_SCHEMA))
 
 
 def column_types(shape: Shape, snapshot: "DataFrame | None", raw: "DataFrame | None") -> StructType:
@@ -65,7 +80,8 @@ def no_events(spark: "SparkSession", types: StructType) -> "DataFrame":
 
 
 def _empty(spark: "SparkSession", types: StructType, own: Mapping[str, DataType]) -> "DataFrame":
-    return spark.createDataFrame([], StructType([*types.fields, *(StructField(name, kind) for name, kind in own.items())]))
+    kinds = {field.name: field.dataType for field in types.fields} | dict(own)
+    return spark.range(0).select(*(F.lit(None).cast(kind).alias(name) for name, kind in kinds.items()))
 
 
 def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, types: StructType, truncate: Truncate | None) -> "DataFrame":

@@ -278,32 +278,32 @@ def _with_lives(events: "DataFrame", shape: Shape) -> "DataFrame":
     arrived = F.when(F.col("_pgwal_birth.arrives"), F.col("_pgwal_birth.place"))
     lives = numbered.withColumn("_pgwal_life", F.coalesce(arrived, departure))
     chained = lives.where((F.col(OP) == "K") & F.col("_pgwal_birth.arrives")).select(
-        place.alias("at"), F.col("_pgwal_birth.place").alias("to")
+        place.alias("_pgwal_from"), F.col("_pgwal_birth.place").alias("_pgwal_to")
     )
     first = heads(chained)
     if first is not None:
-        lives = lives.join(first, F.col("_pgwal_life") == F.col("at"), "left")
-        lives = lives.withColumn("_pgwal_life", F.coalesce("to", "_pgwal_life")).drop("at", "to")
+        lives = lives.join(first, F.col("_pgwal_life") == F.col("_pgwal_from"), "left")
+        lives = lives.withColumn("_pgwal_life", F.coalesce("_pgwal_to", "_pgwal_life")).drop("_pgwal_from", "_pgwal_to")
     return lives.drop("_pgwal_birth")
 
 
 def heads(links: "DataFrame") -> "DataFrame | None":
-    """The first link of the chain that each link belongs to. `links` are pairs (at, to), `to` coming earlier; at a first one no link starts.
+    """The head of the chain that each link belongs to, None where there is no link at all.
 
-    Each round doubles the distance, so that a chain of n links takes log2(n) jobs; None where there is no link at all.
+    `links` are pairs (`_pgwal_from`, `_pgwal_to`), `to` being earlier; at a head no link begins. Each round doubles the distance that a
+    link spans, so that a chain of n links takes log2(n) jobs.
     """
     links = links.localCheckpoint()
     if links.isEmpty():
         return None
     while True:
-        further = links.select(F.col("at").alias("_pgwal_at"), F.col("to").alias("_pgwal_to"))
-        joined = links.join(further, F.col("to") == F.col("_pgwal_at"), "left")
-        moved = joined.select(
-            "at", F.coalesce("_pgwal_to", "to").alias("to"), F.col("_pgwal_to").isNotNull().alias("moved")
-        ).localCheckpoint()
-        if moved.where("moved").isEmpty():
-            return moved.drop("moved")
-        links = moved.drop("moved")
+        further = links.select(F.col("_pgwal_from").alias("_pgwal_between"), F.col("_pgwal_to").alias("_pgwal_further"))
+        joined = links.join(further, F.col("_pgwal_to") == F.col("_pgwal_between"), "left")
+        onward = F.coalesce("_pgwal_further", "_pgwal_to").alias("_pgwal_to")
+        spanned = joined.select("_pgwal_from", onward, F.col("_pgwal_further").isNotNull().alias("_pgwal_grown")).localCheckpoint()
+        links = spanned.drop("_pgwal_grown")
+        if spanned.where("_pgwal_grown").isEmpty():
+            return links
 
 
 def checked(changes: "DataFrame", shape: Shape) -> "DataFrame":

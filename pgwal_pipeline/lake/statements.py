@@ -1,4 +1,4 @@
-"""The SQL that changes a `current` table. The source `s` of each MERGE is a view of changes, as `fold` and `bag` make them; `t` is the target."""
+"""The SQL that changes a `current` table, which is `t`. The source `s` of each MERGE is a view of changes from `fold` or `bag`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -69,7 +69,7 @@ def _same_key(target: StructType, changes: StructType, shape: Shape, span: tuple
 
 
 def _updated(name: str, changes: StructType, shape: Shape) -> str:
-    """The new value of the column `name` in a row that stays; a column that the source has dropped is null in what is written afterwards."""
+    """The new value of the column `name` in a row that stays; one that the source has dropped is null in what is written afterwards."""
     if name not in changes.names:
         return "NULL"
     if KEPT not in changes.names or name == COMMIT_LSN:
