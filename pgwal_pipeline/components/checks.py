@@ -9,7 +9,7 @@ import dagster as dg
 
 from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import EQUALS_SOURCE_CHECK, HEALTH_CHECK
-from pgwal_pipeline.components.failures import RETRIES, at_work
+from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.raw import report_windows
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of, stand_ins
 from pgwal_pipeline.lsn import format_lsn
@@ -66,7 +66,6 @@ def build_health_check(source: CdcSource) -> dg.AssetChecksDefinition:
         asset=source.names.slot,
         description="The slot lives, and has room for more than an hour of WAL at the present rate.",
         required_resource_keys={source.slot_key},
-        retry_policy=RETRIES,
     )
     def slot_health(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
         step = context.op_execution_context
@@ -97,7 +96,6 @@ def build_verify(source: CdcSource) -> dg.AssetChecksDefinition | dg.OpDefinitio
             description=description,
             required_resource_keys=resources,
             config_schema=_TABLES,
-            retry_policy=RETRIES,
         )
         def verify_unknown(context: dg.OpExecutionContext) -> None:
             _verify(context, source, _chosen(context.op_config["tables"]))
@@ -123,7 +121,6 @@ def build_verify(source: CdcSource) -> dg.AssetChecksDefinition | dg.OpDefinitio
         can_subset=True,
         required_resource_keys=resources,
         config_schema=_TABLES,
-        retry_policy=RETRIES,
     )
     def verify_current(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
         selected = context.selected_asset_check_keys

@@ -7,7 +7,7 @@ import dagster as dg
 
 from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import FOLLOWED_CHECK
-from pgwal_pipeline.components.failures import RETRIES, at_work
+from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, op_safe, session_of, slot_of
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish, publish_json
@@ -32,7 +32,6 @@ def build_publish(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
             description=description,
             required_resource_keys=resources,
             ins={"drained": dg.In(dg.Nothing)},
-            retry_policy=RETRIES,
         )
         def publish_unknown(context: dg.OpExecutionContext) -> None:
             for key, metadata in _changed(context, source, _publish(context, source, None)):
@@ -57,7 +56,6 @@ def build_publish(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
         ],
         can_subset=True,
         required_resource_keys=resources,
-        retry_policy=RETRIES,
     )
     def publish_current(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult | dg.AssetCheckResult]:
         selected = context.selected_asset_keys

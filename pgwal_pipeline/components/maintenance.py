@@ -7,7 +7,7 @@ from typing import Any
 import dagster as dg
 
 from pgwal_pipeline import progress
-from pgwal_pipeline.components.failures import RETRIES, at_work
+from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.requests import ACTIVE
 from pgwal_pipeline.components.source import SLOT_TAG, SNAPSHOT_TAG, CdcSource, StepContext, observe_slot, session_of, slot_of
 
@@ -21,7 +21,6 @@ def build_maintenance(source: CdcSource) -> dg.OpDefinition:
         name=source.named("maintain_lake"),
         description="Compacts and vacuums the lake, prunes raw windows past PGWAL_RAW_RETENTION with their partitions, deletes old runs.",
         required_resource_keys={source.slot_key, source.spark_key},
-        retry_policy=RETRIES,
     )
     def maintain_lake(context: dg.OpExecutionContext) -> None:
         from pgwal_pipeline.pipeline.maintenance import maintain

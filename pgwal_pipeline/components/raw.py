@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from pgwal_pipeline import progress
-from pgwal_pipeline.components.failures import RETRIES, at_work
+from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.requests import LOOK, Look
 from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, op_safe, slot_of
 from pgwal_pipeline.lsn import format_lsn, parse_window_key
@@ -33,7 +33,6 @@ def build_drain(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
             description=description,
             required_resource_keys={source.slot_key},
             out=dg.Out(dg.Nothing),
-            retry_policy=RETRIES,
         )
         def drain_unknown(context: dg.OpExecutionContext) -> None:
             _drain_and_report(context, source)
@@ -48,7 +47,6 @@ def build_drain(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
         specs=specs,
         partitions_def=source.windows,
         required_resource_keys={source.slot_key},
-        retry_policy=RETRIES,
     )
     def drain_wal(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult]:
         window = _drain_and_report(context, source)

@@ -6,7 +6,7 @@ import dagster as dg
 from pydantic import Field
 
 from pgwal_pipeline import progress
-from pgwal_pipeline.components.failures import RETRIES, at_work
+from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, op_safe, slot_of
 from pgwal_pipeline.pipeline.reports import SnapshotReport, snapshots_json
 from pgwal_pipeline.relation import TableName
@@ -31,7 +31,6 @@ def build_snapshots(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
             name=source.named("take_snapshots"),
             description=description,
             required_resource_keys={source.slot_key},
-            retry_policy=RETRIES,
         )
         def snapshot_unknown(context: dg.OpExecutionContext, config: SnapshotConfig) -> None:
             for report in _snapshot(context, source, _parsed(config.tables)):
@@ -47,7 +46,6 @@ def build_snapshots(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
         specs=specs,
         can_subset=True,
         required_resource_keys={source.slot_key},
-        retry_policy=RETRIES,
     )
     def take_snapshots(context: dg.AssetExecutionContext, config: SnapshotConfig) -> Iterator[dg.MaterializeResult]:
         tables = _parsed(config.tables)

@@ -8,7 +8,7 @@ from pgwal_pipeline.errors import SlotBusy, SlotLost, SourceUnavailable
 @pytest.mark.parametrize(
     ("error", "attempts", "sentence"),
     [
-        (SourceUnavailable("The source is away."), 3, "The source is away."),
+        (SourceUnavailable("The source is away."), 1 + RETRIES, "The source is away."),
         (SlotBusy("Somebody holds the slot."), 1, "Somebody holds the slot."),
         (SlotLost("The slot is gone."), 1, "The slot is gone."),
         (ZeroDivisionError("by zero"), 1, "Unexpected ZeroDivisionError: by zero"),
@@ -17,7 +17,7 @@ from pgwal_pipeline.errors import SlotBusy, SlotLost, SourceUnavailable
 def test_only_what_passes_is_tried_again(error: Exception, attempts: int, sentence: str) -> None:
     tried: list[str] = []
 
-    @dg.op(retry_policy=dg.RetryPolicy(max_retries=RETRIES.max_retries))
+    @dg.op
     def step(context: dg.OpExecutionContext) -> None:
         with at_work(context, {"pgwal/slot": "s"}):
             tried.append(context.run_id)
@@ -40,3 +40,21 @@ def test_only_what_passes_is_tried_again(error: Exception, attempts: int, senten
         while cause is not None and cause is not error:
             cause = cause.__cause__ or cause.__context__
         assert cause is error
+
+
+def test_a_run_that_is_terminated_does_not_begin_anew() -> None:
+    tried: list[str] = []
+
+    @dg.op
+    def step(context: dg.OpExecutionContext) -> None:
+        with at_work(context, {}):
+            tried.append(context.run_id)
+            context.instance.report_run_canceling(context.run)
+            raise KeyboardInterrupt
+
+    with dg.instance_for_test() as instance:
+        dg.GraphDefinition(name="job", node_defs=[step]).to_job().execute_in_process(instance=instance, raise_on_error=False)
+        assert len(tried) == 1
+        run = instance.get_run_by_id(tried[0])
+        assert run is not None
+        assert run.status == dg.DagsterRunStatus.CANCELED
