@@ -1,8 +1,8 @@
 """Named points where a test can stop or delay the program, to prove what a crash there leaves behind.
 
 `PGWAL_FAILPOINTS="drain.before_confirm=kill;publish.between_tables=sleep:5;stream.read=kill@3"`: `kill` is SIGKILL to this process,
-`error` raises, `sleep:SECONDS` waits, `exit` leaves without clean-up; `@N` acts at the N-th passing only. `touch:PATH` makes an empty file and then
-waits until it is removed. Without the variable a point costs one dictionary look-up.
+`error` raises, `sleep:SECONDS` waits, `exit` leaves without clean-up; `@N` acts at the N-th passing only. `touch:PATH` makes an empty file
+and then waits until it is removed. Without the variable a point costs one dictionary look-up.
 """
 
 import os

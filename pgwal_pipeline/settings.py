@@ -63,10 +63,13 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     source_dsn: Annotated[
-        SecretStr | None, Field(description="libpq string or URI of the source; PG* variables, PGPASSFILE and service files as libpq has them")
+        SecretStr | None,
+        Field(description="libpq string or URI of the source; PG* variables, PGPASSFILE and service files as libpq has them"),
     ] = None
     lake: Annotated[str, Field(description="folder or s3://bucket/prefix (then the usual AWS_* variables)")] = "./lake"
-    slot: Annotated[str, Field(description="the replication slot: lower-case letters, digits and underscores, at most 50 of them")] = "pgwal"
+    slot: Annotated[str, Field(description="the replication slot: lower-case letters, digits and underscores, at most 50 of them")] = (
+        "pgwal"
+    )
     publication: Annotated[str, Field(description="the publication's name, at most 63 bytes")] = "pgwal"
     tables: Annotated[str, Field(description="comma-separated schema.table globs such as shop.*,public.orders")] = "*.*"
     lag_threshold: Annotated[Size, Field(ge=0, description="a size such as 16MB")] = 16 << 20
@@ -84,7 +87,9 @@ class Settings(BaseModel):
     spark_master: Annotated[str, Field(min_length=1, description="a Spark master such as local[*] or spark://host:7077")] = "local[*]"
     spark_remote: Annotated[str | None, Field(pattern=r"\Asc://", description="a Spark Connect address such as sc://host:15002")] = None
     spark_conf: Annotated[
-        dict[str, str], BeforeValidator(_parse_conf), Field(description='a JSON object of Spark settings such as {"spark.driver.memory": "4g"}')
+        dict[str, str],
+        BeforeValidator(_parse_conf),
+        Field(description='a JSON object of Spark settings such as {"spark.driver.memory": "4g"}'),
     ] = Field(default_factory=dict)
 
     @field_validator("slot")

@@ -26,7 +26,7 @@ ATTEMPTS = 60
 """How often a change that another writer was faster than is tried anew."""
 
 
-class Clash(Exception):  # noqa: N818 - an answer to the caller, not to a user
+class Clash(Exception):
     """A column of a Delta table that rows with another type are to be written to; types are named as Delta does."""
 
     def __init__(self, column: str, has: str, wanted: str) -> None:

@@ -333,7 +333,7 @@ def unsent_marker(table: TableName) -> str:
     return f"pgwal: a value of {table} was not sent and is nowhere"
 
 
-class Unresolved(TableError):  # noqa: N818 - the callers' word for it
+class Unresolved(TableError):
     """Values that were not sent and stand nowhere in the lake. `rows` are some of the rows that lack them: (key, names of the columns)."""
 
     def __init__(self, table: TableName, rows: Sequence[tuple[dict[str, object], tuple[str, ...]]]) -> None:

@@ -15,7 +15,7 @@ _PIECE_BYTES = 8 << 20  # of COPY's output, decoded at once
 _AHEAD = 2  # pieces that may wait for the writer
 
 
-class _Abandoned(Exception):  # noqa: N818 - ends the reader's thread, never seen outside
+class _Abandoned(Exception):
     """The writer takes no more."""
 
 

@@ -20,28 +20,28 @@ class StreamedColumn(Protocol):
     """A column as the stream's Relation message gives it; `identity`: whether old rows carry it."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
     @property
-    def type_oid(self) -> int: ...  # noqa: D102
+    def type_oid(self) -> int: ...
     @property
-    def typmod(self) -> int: ...  # noqa: D102
+    def typmod(self) -> int: ...
     @property
-    def identity(self) -> bool: ...  # noqa: D102
+    def identity(self) -> bool: ...
 
 
 class StreamedRelation(Protocol):
     """The stream's Relation message; `schema` is empty for pg_catalog."""
 
     @property
-    def oid(self) -> int: ...  # noqa: D102
+    def oid(self) -> int: ...
     @property
-    def schema(self) -> str: ...  # noqa: D102
+    def schema(self) -> str: ...
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
     @property
-    def replica_identity(self) -> str: ...  # noqa: D102
+    def replica_identity(self) -> str: ...
     @property
-    def columns(self) -> Sequence[StreamedColumn]: ...  # noqa: D102
+    def columns(self) -> Sequence[StreamedColumn]: ...
 
 
 @dataclass(frozen=True, slots=True)

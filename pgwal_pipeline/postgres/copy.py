@@ -50,7 +50,7 @@ class ChunkRead:
     insert_lsn: int
 
 
-class TableChanged(TableError):  # noqa: N818 (named for what happened, as the others are)
+class TableChanged(TableError):
     """The table is not what it was when its columns were looked up: to be read again from the start, as it is now."""
 
     transient = True

@@ -277,5 +277,7 @@ def expected(cases: Iterable[Case], snapshot_lsn: int) -> dict[tuple[Any, ...], 
         for key, row in case.state.items():
             at = case.changed_at.get(key)
             seen = key in as_read and as_read[key] == at
-            rows[case.number, key] = {**_plain(case.number, key, row), "_pgwal_commit_lsn": snapshot_lsn if seen else at}
+            plain = _plain(case.number, key, row)
+            text = None if plain["_pgwal_text"] is None else dict(plain["_pgwal_text"])
+            rows[case.number, key] = {**plain, "_pgwal_text": text, "_pgwal_commit_lsn": snapshot_lsn if seen else at}
     return rows

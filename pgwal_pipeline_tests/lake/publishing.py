@@ -49,6 +49,10 @@ def replace_request(
 
 
 def rows_of(path: Path, version: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a Delta table as Python values."""
+    """The rows of a Delta table as Python values, `_pgwal_text` as a dict."""
     table = QueryBuilder().register("t", DeltaTable(path, version=version)).execute("SELECT * FROM t").read_all()
-    return pa.table(table).to_pylist()
+    rows = pa.table(table).to_pylist()
+    for row in rows:
+        if row.get("_pgwal_text") is not None:
+            row["_pgwal_text"] = dict(row["_pgwal_text"])
+    return rows

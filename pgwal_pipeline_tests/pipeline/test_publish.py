@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import polars as pl
@@ -82,10 +82,10 @@ def transfer(conn: psycopg.Connection[Any], rng: random.Random) -> None:
     amount = rng.randint(1, 50)
     with conn.transaction():
         for table, change in zip(sorted(tables), (amount, -amount), strict=True):
-            conn.execute(f"UPDATE {table} SET amount = amount + %s WHERE id = %s", [change, rng.randint(1, 20)])
+            conn.execute(f"UPDATE {table} SET amount = amount + %s WHERE id = %s".encode(), [change, rng.randint(1, 20)])
 
 
-def sum_at(tables: dict[TableName, Any]) -> int:
+def sum_at(tables: Mapping[TableName, Any]) -> int:
     return sum(
         pl.scan_delta(pointer.path, version=pointer.version).select(pl.col("amount").sum()).collect().item() for pointer in tables.values()
     )
