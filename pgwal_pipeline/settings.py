@@ -124,7 +124,7 @@ class Settings(BaseModel):
 
     @property
     def dsn(self) -> str:
-        """The source's connection string; libpq's own variables fill what it leaves out. Raises SettingError where nothing names a source."""
+        """The source's connection string; libpq's own variables fill what it leaves out. Raises SettingError where no source is named."""
         if self.source_dsn is not None:
             return self.source_dsn.get_secret_value()
         if any(os.environ.get(name) for name in ("PGHOST", "PGHOSTADDR", "PGSERVICE", "PGDATABASE")):

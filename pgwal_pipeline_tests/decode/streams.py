@@ -8,7 +8,7 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from pgwal_pipeline.decode.batch import Decoded
-from pgwal_pipeline.relation import PgType, Relation
+from pgwal_pipeline.relation import PgType, Relation, ReplicaIdentity
 from pgwal_pipeline_tests.decode import wire
 from pgwal_pipeline_tests.decode.wire import UNCHANGED, Value, Wire, array_of, numeric, table
 
@@ -80,9 +80,10 @@ def tables(draw: st.DrawFn) -> Relation:
     number = draw(st.integers(0, 10_000))
     types = draw(st.lists(st.sampled_from(list(TEXTS)), min_size=1, max_size=8))
     key = draw(st.sampled_from([["c0"], ["c0", f"c{len(types) - 1}"], []]))
-    identity = draw(st.sampled_from("df")) if key else "f"
+    identities: list[ReplicaIdentity] = ["d", "f"] if key else ["f"]
+    identity = draw(st.sampled_from(identities))
     columns = {f"c{index}": declared for index, declared in enumerate(types)}
-    return table(f"t{number}", columns, key=dict.fromkeys(key), identity=identity, oid=20_000 + number)
+    return table(f"t{number}", columns, key=list(dict.fromkeys(key)), identity=identity, oid=20_000 + number)
 
 
 def _row(draw: st.DrawFn, relation: Relation, *, only: Iterable[str] | None = None, unsent: bool = False) -> list[Value]:
@@ -93,7 +94,8 @@ def _row(draw: st.DrawFn, relation: Relation, *, only: Iterable[str] | None = No
         elif column.name in relation.key:
             row.append(draw(TEXTS[column.type]))
         else:
-            row.append(draw(st.none() | TEXTS[column.type] | (st.just(UNCHANGED) if unsent else st.nothing())))
+            value: st.SearchStrategy[Value] = st.none() | TEXTS[column.type]
+            row.append(draw(value | st.just(UNCHANGED) if unsent else value))
     return row
 
 
