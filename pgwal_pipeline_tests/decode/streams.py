@@ -94,8 +94,9 @@ def _row(draw: st.DrawFn, relation: Relation, *, only: Iterable[str] | None = No
         elif column.name in relation.key:
             row.append(draw(TEXTS[column.type]))
         else:
-            value: st.SearchStrategy[Value] = st.none() | TEXTS[column.type]
-            row.append(draw(value | st.just(UNCHANGED) if unsent else value))
+            kept: st.SearchStrategy[Value] = st.just(UNCHANGED)
+            sent: st.SearchStrategy[Value] = st.none() | TEXTS[column.type]
+            row.append(draw(sent | kept if unsent else sent))
     return row
 
 
