@@ -9,6 +9,7 @@ from deltalake import DeltaTable, QueryBuilder
 
 from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.session import spark_conf, spark_session
+from pgwal_pipeline.local.connect import ConnectServer
 from pgwal_pipeline.settings import Settings
 
 if TYPE_CHECKING:
@@ -108,3 +109,14 @@ def test_conf_for_s3() -> None:
     assert not {"key", "token"} & set(conf.values()), (
         "settings stand on the JVM's command line, where any user of the machine can read them"
     )
+
+
+@pytest.mark.soak
+def test_merge_on_executors_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(lake=str(tmp_path / "lake"), spark_master="local-cluster[2,1,1024]", spark_conf={"spark.driver.memory": "1g"})
+    monkeypatch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
+    with ConnectServer(settings, tmp_path / "server.log") as server:
+        session = spark_session(settings.model_copy(update={"spark_remote": server.address}))
+        _merge(session, tmp_path / "t")
+        session.stop()
+    _check(tmp_path / "t")
