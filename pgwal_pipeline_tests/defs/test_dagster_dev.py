@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import polars as pl
 import pytest
 from deltalake import DeltaTable
 
@@ -110,7 +111,8 @@ def test_the_ui_alone_is_enough(server: Postgres, stack: ExitStack, tmp_path: Pa
 
     def current(table: TableName) -> int:
         path = lake.current(table)
-        return DeltaTable(path).count() if DeltaTable.is_deltatable(path) else -1
+        # Not by Delta's own count, which takes rows that a deletion vector hides for rows.
+        return pl.scan_delta(path).select(pl.len()).collect().item() if DeltaTable.is_deltatable(path) else -1
 
     # Slot, snapshot, current: nobody asked for a run.
     wait_for("the first publish", lambda: current(ORDERS) == 100, dev)
