@@ -8,6 +8,7 @@
 """
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 # Spark's JVMs in tests are short-lived: Java's first compiler alone takes 40 % less of the machine until they end (measured).
 _QUICK_JAVA = "-XX:TieredStopAtLevel=1"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background by a shell without job control: interrupts would be ignored here and in every child.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _MATRIX = [pytest.param(found, id=f"pg{found.version}", marks=pytest.mark.matrix) for found in servers()]
 
