@@ -14,6 +14,7 @@ from pgwal_pipeline.components.processes import end_dead_runs
 from pgwal_pipeline.components.requests import Look, busy, look_again, look_of_last_drain, pausing, what_is_due, window_to_drain
 from pgwal_pipeline.components.source import SLOT_TAG, SNAPSHOT_TAG, CdcSource
 from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.pipeline.reports import LagReading
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def look_at_lag(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jo
         return dg.SensorResult(skip_reason=f"{due.reason} {held or ''}".strip(), cursor=cursor.dump(), asset_events=events)
     cursor = replace(cursor, attempt=cursor.attempt + 1)
     if due.job == "publish":
-        request = dg.RunRequest(job_name=jobs.publish.name, run_key=f"publish#{cursor.attempt}")
+        # The position keeps the key from being one of an older count, where the cursor was reset.
+        request = dg.RunRequest(job_name=jobs.publish.name, run_key=f"publish {window_key(reading.flush_lsn)}#{cursor.attempt}")
         return dg.SensorResult(run_requests=[request], cursor=cursor.dump(), asset_events=events)
     key = window_to_drain(reading, cursor.key)
     if key is None:
@@ -174,14 +176,14 @@ def look_for_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, 
         if not waiting:
             return dg.SensorResult(skip_reason="Every table of the publication has been read.")
         held = busy(context.instance, SNAPSHOT_TAG, source.tag) or pausing(context.instance, SNAPSHOT_TAG, source.tag, {jobs.snapshot.name})
-        if held is None:
-            slot.flushed()
+        position = slot.flushed() if held is None else 0
     except PgwalError as error:
         return dg.SensorResult(skip_reason=str(error))
     names = ", ".join(map(str, waiting[:_NAMES_SHOWN])) + (", …" if len(waiting) > _NAMES_SHOWN else "")
     if held is not None:
         return dg.SensorResult(skip_reason=f"To be read: {names}. {held}")
-    return dg.SensorResult(run_requests=[dg.RunRequest(run_key=f"snapshot#{attempt + 1}")], cursor=str(attempt + 1))
+    request = dg.RunRequest(run_key=f"snapshot {window_key(position)}#{attempt + 1}")
+    return dg.SensorResult(run_requests=[request], cursor=str(attempt + 1))
 
 
 def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition]:

@@ -7,6 +7,7 @@ data. It ends with the process that started it, whatever ends that one; data liv
 import atexit
 import contextlib
 import fcntl
+import hashlib
 import os
 import pwd
 import secrets
@@ -15,7 +16,6 @@ import signal
 import subprocess
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +73,8 @@ class Postgres:
         self.log_file = self._beside(".log")
         self._process: subprocess.Popen[Any] | None = None
         self._lock: IO[str] | None = None
-        self._socket_dir: Path | None = None
+        # On the command line of every server for this folder, and of no other: tells it from a process that has its old id.
+        self._mark = f"pgwal-{hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:16]}"
         self._password = ""
 
     def __repr__(self) -> str:
@@ -98,10 +99,8 @@ class Postgres:
 
     @property
     def socket_dir(self) -> Path:
-        """The folder of the Unix socket, for `host=` of a connection. Raises PgwalError before the first start."""
-        if self._socket_dir is None:
-            raise PgwalError(f"The Postgres server on {self.data_dir} was never started; start it first.")
-        return self._socket_dir
+        """The folder of the Unix socket, for `host=` of a connection: the data folder, which is closed to other users."""
+        return self.data_dir
 
     def dsn(self, database: str = "postgres", user: str = "postgres", *, password: str | None = None) -> str:
         """The URI of `database` over TCP. For the superuser it holds the password; for another user the one given, or none."""
@@ -121,7 +120,6 @@ class Postgres:
             self._take_lock()
             account = _account(self.data_dir)
             programs = runnable_by(self.installation, account.uid, account.gid) if account.change else self.installation
-            self._make_socket_dir(account)
             self._make_data(programs, account)
             self._stop_leftover()
             self._password = (self.data_dir / _PASSWORD_FILE).read_text() if (self.data_dir / _PASSWORD_FILE).exists() else ""
@@ -171,8 +169,6 @@ class Postgres:
         shutil.rmtree(self.data_dir, ignore_errors=True)
         for path in (self.log_file, self._beside(".lock")):
             path.unlink(missing_ok=True)
-        if self._socket_dir is not None:
-            shutil.rmtree(self._socket_dir, ignore_errors=True)
 
     def _beside(self, suffix: str) -> Path:
         return self.data_dir.with_name(self.data_dir.name + suffix)
@@ -210,15 +206,15 @@ class Postgres:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
         password = secrets.token_urlsafe(18)
-        # initdb takes the password from a file and wants an empty folder: the copy in the socket's folder is for its eyes.
-        told = self.socket_dir / "password"
-        told.touch(mode=0o600)
-        told.write_text(password)
-        if account.change:
-            os.chown(fresh, account.uid, account.gid)
-            os.chown(told, account.uid, account.gid)
         options = ["-U", "postgres", "-E", "UTF8", "--locale=C", "--auth-local=trust", "--auth-host=scram-sha-256", "--no-sync"]
-        with _Folder(fresh, account) as folder:
+        # initdb takes the password from a file and wants an empty folder: the file is elsewhere, and goes again.
+        with tempfile.TemporaryDirectory(prefix="pgwal-", dir=_open_temporary()) as place, _Folder(fresh, account) as folder:
+            told = Path(place, "password")
+            told.touch(mode=0o600)
+            told.write_text(password)
+            if account.change:
+                for path in (fresh, place, told):
+                    os.chown(path, account.uid, account.gid)
             done = subprocess.run(
                 [programs.bin / "initdb", "-D", folder.path, f"--pwfile={told}", *options],
                 capture_output=True,
@@ -231,7 +227,6 @@ class Postgres:
         if done.returncode != 0:
             shutil.rmtree(fresh, ignore_errors=True)
             raise PgwalError(f"Postgres data could not be made in {self.data_dir}: {_last_lines(done.stderr or done.stdout)}")
-        told.unlink()
         (fresh / _PASSWORD_FILE).touch(mode=0o600)
         (fresh / _PASSWORD_FILE).write_text(password)
         if self.data_dir.exists():
@@ -249,28 +244,14 @@ class Postgres:
     def _stop_leftover(self) -> None:
         """Stop a server that outlived the process that started it. We hold the lock, so it is nobody's."""
         lines = self._pid_file()
-        if len(lines) < 5 or not lines[0].isdigit():
-            return
-        # Process ids are used again: only a process that was started with this server's own socket folder is this server.
-        pid, socket_dir = int(lines[0]), lines[4]
-        if not socket_dir or not _was_started_with(pid, socket_dir):
+        if not lines or not lines[0].isdigit() or not _was_started_with(pid := int(lines[0]), self._mark):
             return
         for way, seconds in ((signal.SIGINT, _STOP_SECONDS), (signal.SIGQUIT, 5.0)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, way)
-            if _until(lambda: not _was_started_with(pid, socket_dir), seconds):
+            if _until(lambda: not _was_started_with(pid, self._mark), seconds):
                 return
         raise PgwalError(f"A Postgres server left over on {self.data_dir} (process {pid}) does not stop; end it and try again.")
-
-    def _make_socket_dir(self, account: _Account) -> None:
-        if self._socket_dir is not None and self._socket_dir.is_dir():
-            return
-        # Short and flat: a socket's path may have about 100 bytes only.
-        base = "/tmp" if Path("/tmp").is_dir() else None  # noqa: S108 (a private folder is made in it)
-        self._socket_dir = Path(tempfile.mkdtemp(prefix="pgwal-", dir=base))
-        if account.change:
-            os.chown(self._socket_dir, account.uid, account.gid)
-        weakref.finalize(self, shutil.rmtree, self._socket_dir, ignore_errors=True)
 
     def _launch(self, programs: Installation, account: _Account) -> None:
         chosen_here = self.port is None
@@ -294,9 +275,11 @@ class Postgres:
         settings = {
             "listen_addresses": "127.0.0.1",
             "port": str(port),
-            "unix_socket_directories": str(self._socket_dir),
+            # Relative to the data folder, where the server works: a socket's whole path may have about 100 bytes only.
+            "unix_socket_directories": ".",
             "unix_socket_permissions": "0700",
             **self.settings,
+            "cluster_name": self._mark,
         }
         if self.log_file.exists() and self.log_file.stat().st_size > _LOG_LIMIT:
             self.log_file.unlink()
@@ -391,6 +374,11 @@ def _children(pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+
+
+def _open_temporary() -> str:
+    """A folder for temporary files that every user may enter."""
+    return next((place for place in ("/tmp", "/var/tmp") if Path(place).is_dir()), tempfile.gettempdir())  # noqa: S108
 
 
 def _was_started_with(pid: int, argument: str) -> bool:

@@ -198,8 +198,8 @@ def test_a_source_that_is_away_is_waited_for(ticks: Ticks, slot: FakeSlot) -> No
 
 def test_a_publish_that_is_due_is_asked_for_by_itself(ticks: Ticks, slot: FakeSlot) -> None:
     slot.reading = replace(START, publish_due=True)
-    assert requests(ticks()) == [("publish", None, "publish#1")]
-    assert requests(ticks()) == [("publish", None, "publish#2")]
+    assert requests(ticks()) == [("publish", None, "publish 0000000000001000#1")]
+    assert requests(ticks()) == [("publish", None, "publish 0000000000001000#2")]
 
 
 def test_the_first_tick_knows_what_the_last_drain_saw(ticks: Ticks, slot: FakeSlot, instance: dg.DagsterInstance) -> None:
@@ -251,8 +251,8 @@ def test_new_tables_are_asked_for_until_they_are_read(
     ticks = Ticks(look_for_new_tables, source, instance, slot, monkeypatch)
     assert reason(ticks()) == "Every table of the publication has been read."
     slot.waiting = (TableName("public", "orders"),)
-    assert requests(ticks()) == [(None, None, "snapshot#1")]
-    assert requests(ticks()) == [(None, None, "snapshot#2")]
+    assert requests(ticks()) == [(None, None, "snapshot 0000000000001000#1")]
+    assert requests(ticks()) == [(None, None, "snapshot 0000000000001000#2")]
     slot.away = True
     assert "cannot be reached" in reason(ticks())
     slot.away = False
