@@ -145,7 +145,9 @@ class AssetSpecs:
         raw, snapshot = self.names.raw(known.table), self.names.snapshot(known.table)
         return dg.AssetSpec(
             self.names.current(known.table),
-            deps=[raw, snapshot],
+            # Whether windows wait to be published is for the lag sensor to know. Going by partitions, Dagster would call a table out of
+            # sync for every window without a change of it.
+            deps=[dg.AssetDep(raw, partition_mapping=dg.SpecificPartitionsPartitionMapping([])), snapshot],
             group_name=CURRENT,
             kinds={"pyspark", "deltalake"},
             owners=self.owners,
@@ -183,7 +185,15 @@ def _source_schema(known: KnownTable) -> dg.TableSchema:
 
 
 def _lake_schema(known: KnownTable, ours: Iterable[tuple[str, str, str]]) -> dg.TableSchema:
-    columns = [dg.TableColumn(column.name, column.lake_type, description=f"Postgres: {column.type}") for column in known.columns]
+    columns = [
+        dg.TableColumn(
+            column.name,
+            column.lake_type,
+            description=f"Postgres: {column.type}",
+            constraints=dg.TableColumnConstraints(other=["key"] if column.name in known.key else []),
+        )
+        for column in known.columns
+    ]
     return dg.TableSchema(columns=[*columns, *(dg.TableColumn(name, kind, description=text) for name, kind, text in ours)])
 
 

@@ -27,6 +27,7 @@ from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
 
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+_ROUNDS = 3
 _LOOK_EVERY = 1.0  # seconds between looks at the lag while a snapshot is read
 _CONFIGURED = {"snapshot": "take_snapshots", "verify": "verify_current"}
 
@@ -47,8 +48,15 @@ def dagster_home() -> Path:
 def sync(settings: Settings) -> RunReport:
     """The main job: bootstrap, snapshot what needs it while draining goes on, drain to the position read at the start, publish."""
     with _jobs(settings) as run:
-        parts = _snapshot_beside_drains(settings, run, {}) if snapshots.needed(settings) else []
-        return RunReport.join(parts + _drain(settings, run, "sync"))
+        parts: list[Part] = []
+        # A drain may find that a table was altered, which is then read again; one that is altered all the time is left for later.
+        for _ in range(_ROUNDS):
+            if snapshots.needed(settings):
+                parts += [_read_again(settings), *_snapshot_beside_drains(settings, run, {})]
+            parts += _drain(settings, run, "sync")
+            if not snapshots.needed(settings):
+                break
+        return RunReport.join(parts)
 
 
 def drain(settings: Settings) -> RunReport:
@@ -78,6 +86,12 @@ def verify(settings: Settings, tables: Collection[TableName] | None) -> dict[str
     with _jobs(settings) as run:
         config = {"tables": [str(table) for table in tables]} if tables is not None else {}
         return next(dict(part["verify"]) for part in run("verify", config=config) if "verify" in part)
+
+
+def _read_again(settings: Settings) -> Part:
+    """Which tables have to be read again, and why, as warnings."""
+    states = Ledger(Lake(settings.lake)).tables().values()
+    return {"warnings": [f"Table {state.table}: {state.reason}." for state in states if state.state == "pending" and state.reason]}
 
 
 def _drain(settings: Settings, run: "_Runner", job: str) -> list[Part]:

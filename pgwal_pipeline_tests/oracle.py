@@ -1,6 +1,7 @@
 """The oracle: the source itself, read by psycopg, against what readers find in the lake. Shares no code with the decoder."""
 
 from collections import Counter
+from collections.abc import Collection
 from decimal import Decimal
 from typing import Any
 
@@ -13,8 +14,8 @@ from pgwal_pipeline_tests.support import Source
 _TYPED = {"bool", "int2", "int4", "int8", "float4", "float8", "oid", "date", "timestamp", "timestamptz", "bytea"}
 
 
-def source_rows(conn: psycopg.Connection[Any], table: str) -> Counter[tuple[Any, ...]]:
-    """Every row of `table` (a quoted name) with how often it stands there, as Python values."""
+def source_rows(conn: psycopg.Connection[Any], table: str) -> tuple[list[str], Counter[tuple[Any, ...]]]:
+    """The columns of `table` (a quoted name), and every row with how often it stands there, as Python values."""
     with conn.transaction():
         conn.execute("SET LOCAL TimeZone = 'UTC'")
         columns = conn.execute(
@@ -24,7 +25,8 @@ def source_rows(conn: psycopg.Connection[Any], table: str) -> Counter[tuple[Any,
             [table],
         ).fetchall()
         wanted = ", ".join(_expression(*column) for column in columns)
-        return Counter(_hashable(row) for row in conn.execute(f"SELECT {wanted} FROM {table}".encode()))
+        rows = Counter(_hashable(row) for row in conn.execute(f"SELECT {wanted} FROM {table}".encode()))
+        return [column[0] for column in columns], rows
 
 
 def _expression(name: str, type_name: str, typmod: int) -> str:
@@ -36,10 +38,11 @@ def _expression(name: str, type_name: str, typmod: int) -> str:
     return f"CASE WHEN {quoted} IS DISTINCT FROM NULL THEN format('%s', {quoted}) END"  # as the type's output function writes it
 
 
-def lake_rows(path: str, version: int | None = None) -> Counter[tuple[Any, ...]]:
-    """Every row of a `current` table at a version, without the pipeline's own columns."""
+def lake_rows(path: str, version: int | None = None, dropped: Collection[str] = ()) -> tuple[list[str], Counter[tuple[Any, ...]]]:
+    """The columns and every row of a `current` table at a version, without the pipeline's own columns and those that the source dropped."""
     frame = pl.scan_delta(path, version=version).collect()
-    return Counter(_hashable(row) for row in frame.select(pl.exclude("^_pgwal_.*$")).iter_rows())
+    columns = [name for name in frame.columns if not name.startswith("_pgwal_") and name not in dropped]
+    return columns, Counter(_hashable(row) for row in frame.select(columns).iter_rows())
 
 
 def _hashable(row: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -58,9 +61,13 @@ def _value(value: Any) -> Any:
     return value
 
 
-def assert_equal(source: Source, table: str, path: str, version: int | None = None) -> int:
-    """Fail with the first differing rows unless the lake holds just the source's rows; gives their number."""
-    expected, found = source_rows(source.connect(), table), lake_rows(path, version)
+def assert_equal(source: Source, table: str, path: str, version: int | None = None, dropped: Collection[str] = ()) -> int:
+    """Fail with the first differing rows unless the lake holds just the source's columns and rows; gives the number of rows.
+
+    `dropped` are columns that the source has no longer and the lake may still have.
+    """
+    (wanted, expected), (columns, found) = source_rows(source.connect(), table), lake_rows(path, version, dropped)
+    assert columns == wanted, table
     missing, extra = expected - found, found - expected
     assert not missing and not extra, f"{table}: missing {list(missing)[:5]}, extra {list(extra)[:5]} of {sum(expected.values())} rows"
     return sum(expected.values())

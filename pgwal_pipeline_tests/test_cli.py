@@ -55,7 +55,7 @@ def commands(source: Source, tmp_path: Path) -> Commands:
     return Commands(tmp_path, source.dsn)
 
 
-def test_the_main_job_from_nothing(source: Source, commands: Commands) -> None:
+def test_the_main_job_from_nothing(source: Source, commands: Commands, request: pytest.FixtureRequest) -> None:
     source.sql('CREATE TABLE "Order Lines" (id int, line int, price numeric(8, 2), PRIMARY KEY (id, line))')
     source.sql("CREATE TABLE nokey (a int)")
     source.sql('INSERT INTO "Order Lines" SELECT i, 1, i FROM generate_series(1, 30) i')
@@ -68,6 +68,8 @@ def test_the_main_job_from_nothing(source: Source, commands: Commands) -> None:
     assert [(taken["table"], taken["rows"]) for taken in first["snapshots"]] == [(name, 30)]
     assert set(first["seconds"]) == {"drain", "decode", "write", "snapshot", "session", "publish", "total"}
     assert any("nokey" in warning for warning in first["warnings"])
+    # The first command had a Spark of its own; for the others a warm one is at hand.
+    commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_server").address
     source.sql('UPDATE "Order Lines" SET line = 2 WHERE id = 3')
     second = commands.json("sync")
     assert (second["changes"], [window["changes"] for window in second["windows"]]) == (1, [1])
@@ -116,7 +118,9 @@ def test_bad_settings_are_one_sentence(environment: dict[str, str], code: int, n
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_sync_ends_clean(number: signal.Signals, code: int, source: Source, commands: Commands, tmp_path: Path) -> None:
+def test_interrupted_sync_ends_clean(
+    number: signal.Signals, code: int, source: Source, commands: Commands, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     source.sql("CREATE TABLE t (id int PRIMARY KEY)")
     source.sql("INSERT INTO t SELECT generate_series(1, 100)")
     marker = tmp_path / "reached"
@@ -128,5 +132,6 @@ def test_interrupted_sync_ends_clean(number: signal.Signals, code: int, source: 
     assert process.returncode == code, err
     assert time.monotonic() - started < 30
     assert "interrupted" in err
+    commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_server").address
     assert commands.json("sync")["publish"] is not None
     assert source.value("SELECT count(*) FROM pg_replication_slots WHERE active AND slot_name = 'cli_test'") == 0

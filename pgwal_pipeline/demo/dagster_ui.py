@@ -24,7 +24,7 @@ _LOCATIONS = """{ workspaceOrError { ... on Workspace { locationEntries {
     name loadStatus locationOrLoadError { __typename ... on PythonError { message } }
 } } } }"""
 _RUNS = """query Runs($filter: RunsFilter) {
-    runsOrError(filter: $filter, limit: 200) { ... on Runs { results { runId status } } ... on PythonError { message } }
+    runsOrError(filter: $filter, limit: 200) { ... on Runs { results { runId jobName status } } ... on PythonError { message } }
 }"""
 _END_RUNS = """mutation End($ids: [String!]!, $policy: TerminateRunPolicy!) {
     terminateRuns(runIds: $ids, terminatePolicy: $policy) { __typename }
@@ -100,9 +100,14 @@ class DagsterUi:
         except PgwalError:
             return
 
+    def list_runs(self) -> list[tuple[str, str, str]]:
+        """Id, job and status of the newest 200 runs that began since this start, the oldest first."""
+        runs = self._runs({"createdAfter": self._started_at})
+        return [(run["runId"], run["jobName"], run["status"]) for run in reversed(runs)]
+
     def count_runs(self) -> Counter[str]:
-        """Runs by status (SUCCESS, FAILURE, …), the newest 200 of those that began since this start."""
-        return Counter(run["status"] for run in self._runs({"createdAfter": self._started_at}))
+        """Those runs by status (SUCCESS, FAILURE, …)."""
+        return Counter(status for _, _, status in self.list_runs())
 
     def _runs(self, selected: Mapping[str, Any]) -> list[dict[str, Any]]:
         answer = self._ask(_RUNS, {"filter": selected})["runsOrError"]

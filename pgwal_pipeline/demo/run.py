@@ -46,6 +46,10 @@ _SETTINGS = {
 _POSTGRES_SETTINGS = {"max_slot_wal_keep_size": "4GB", "max_wal_size": "512MB", "shared_buffers": "64MB", "jit": "off"}
 _INSTANCE = Path(__file__).parents[1] / "instance.yaml"
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+# Every run starts a Spark of its own and is over soon: with Java's first compiler alone, and the plainest of its collectors, it takes far
+# less of a small machine.
+_QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -XX:+UseSerialGC"
+_TOLD = {"STARTED": "has begun", "SUCCESS": "is done", "FAILURE": "has failed", "CANCELED": "was cancelled"}
 _STATUS_EVERY = 60.0
 _PATIENCE = 120.0  # seconds without a first publish before a word is said about it
 _KEPT = ("PGWAL_SPARK_MASTER", "PGWAL_SPARK_REMOTE", "PGWAL_SPARK_CONF", "PGWAL_POSTGRES_BIN", "PGWAL_FAILPOINTS", "PGWAL_DEBUG")
@@ -121,7 +125,7 @@ def _run(place: Place, rate: float, port: int, stack: ExitStack) -> None:
     _say(f"The shop is open: about {rate:g} transactions a second.")
     settings, ui = _start_dagster(place, postgres, port, stack)
     watch = _Watch(postgres, workload, ui, settings)
-    _say(f"Dagster's UI is on {ui.address}. Its sensor asks for the runs: publication, slot, snapshots, then drain and publish.")
+    _say(f"Dagster's UI is on {ui.address}. Its sensors ask for all the runs.")
     _await_first_publish(watch)
     _tell(place, ui, settings)
     while True:
@@ -158,6 +162,7 @@ def _start_dagster(place: Place, postgres: Postgres, wanted_port: int, stack: Ex
     place.dagster_home.mkdir(exist_ok=True)
     shutil.copyfile(_INSTANCE, place.dagster_home / "dagster.yaml")
     environment = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("PG")} | own | mark(place.root)
+    environment.setdefault("SPARK_SUBMIT_OPTS", _QUICK_JAVA)
     port = free_port(wanted_port)
     _say(f"Starting Dagster: webserver, daemon and code server{'' if port == wanted_port else f' (port {wanted_port} is taken)'} …")
     stack.callback(end_marked, place.root, 4.0)
@@ -173,9 +178,15 @@ def _start_dagster(place: Place, postgres: Postgres, wanted_port: int, stack: Ex
 
 
 def _await_first_publish(watch: "_Watch") -> None:
+    """Wait for it, and say what is done meanwhile: a line for each run that begins or ends."""
+    if watch.published() is not None:
+        return
+    _say("First come publication, slot and snapshots, then drain and publish; Spark takes a minute or more on a small machine.")
     began = time.monotonic()
     while watch.published() is None:
         watch.pause(1.0)
+        for line in watch.news():
+            _say(line)
         if time.monotonic() - began > _PATIENCE:
             _say(f"No publish yet ({watch.runs()}); see {watch.ui.address}/runs. Going on waiting.")
             began = time.monotonic()
@@ -218,6 +229,7 @@ class _Watch:
     def __init__(self, postgres: Postgres, workload: Workload, ui: DagsterUi, settings: Settings) -> None:
         self._postgres, self._workload, self.ui, self._settings = postgres, workload, ui, settings
         self._last = (time.monotonic(), workload.tally().transactions)
+        self._told: dict[str, str] = {}
 
     def pause(self, seconds: float) -> None:
         """Wait. Raises PgwalError when the server or Dagster has ended by itself."""
@@ -237,6 +249,19 @@ class _Watch:
         except LakeError:
             return None
         return publish if all(f"shop.{name}" in publish["tables"] for name in TABLES) else None
+
+    def news(self) -> list[str]:
+        """A line for each run that has begun or ended since the last call."""
+        try:
+            runs = self.ui.list_runs()
+        except PgwalError:
+            return []
+        changed = [(run, job, status) for run, job, status in runs if status in _TOLD and self._told.get(run) != status]
+        self._told |= {run: status for run, _, status in changed}
+        return [f"  {job} {_TOLD[status]}{self._where(run, status)}" for run, job, status in changed]
+
+    def _where(self, run: str, status: str) -> str:
+        return f": {self.ui.address}/runs/{run}" if status == "FAILURE" else ""
 
     def runs(self) -> str:
         """How many runs went how."""

@@ -45,13 +45,13 @@ class Source:
 
     def chunk_table(self) -> "DataFrame":
         """The chunks, numbered, as a small DataFrame."""
-        bounds = [chunk.bounds for chunk in self.chunks]
+        snapshots = [chunk.snapshot for chunk in self.chunks]
         columns = [
             range(len(self.chunks)),
             [chunk.attempt for chunk in self.chunks],
-            [low for low, _, _ in bounds],
-            [high for _, high, _ in bounds],
-            [running for _, _, running in bounds],
+            [snapshot.low for snapshot in snapshots],
+            [snapshot.high for snapshot in snapshots],
+            [sorted(snapshot.running) for snapshot in snapshots],
         ]
         arrays = [pa.array(column, kind) for column, kind in zip(columns, _CHUNK_SCHEMA.types, strict=True)]
         # As Arrow: of Python rows Spark would make an RDD that needs Python on the executors.
@@ -94,7 +94,7 @@ def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, ty
         return _empty(source.spark, types, own)
     if GENERATION in snapshot.columns:
         snapshot = snapshot.where(F.col(GENERATION) == source.generation)
-    standing = [number for number, chunk in enumerate(source.chunks) if truncate is None or chunk.sees(truncate.xid)]
+    standing = [number for number, chunk in enumerate(source.chunks) if truncate is None or chunk.snapshot.sees(truncate.xid)]
     known = source.chunk_table().where(F.col(_NUMBER).isin(standing)).select(_NUMBER, F.col(CHUNK).alias("_pgwal_attempt"))
     read = snapshot.join(F.broadcast(known), F.col(CHUNK) == F.col("_pgwal_attempt"))
     values = [

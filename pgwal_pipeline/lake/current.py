@@ -5,7 +5,8 @@ nothing the second time. The work is described by DataFrames and SQL alone: it r
 the executors.
 """
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as altered
 from typing import TYPE_CHECKING
@@ -55,6 +56,13 @@ __all__ = [
 
 _SPAN_ROWS = 2_000_000
 """From this size of a target on, looking for the changes' smallest and largest key costs less than reading all of the target's keys."""
+_FEW_ROWS = 200_000
+"""Up to about so many rows, compiling a query takes longer than running it does."""
+_INTERPRETED = {
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.adaptive.enabled": "false",
+}
 _VIEW = "pgwal_changes"
 _MERGE_CONF = {
     # Delta reads the source of a MERGE three times: folded anew each time otherwise.
@@ -67,7 +75,8 @@ _MAPPED = frozenset(" ,;{}()\n\t=")
 class MergeRequest:
     """Events of raw to be merged into a `current` table that stands at `from_lsn`: those with `from_lsn <= commit LSN < to_lsn`.
 
-    `key` is empty for a bag of rows; `columns` are the source's, in its order.
+    `key` is empty for a bag of rows; `columns` are the source's, in its order, and `schema_json` is their Delta schema, without which their
+    types are those of the tables. `rows` says about how many events there are.
     """
 
     table: TableName
@@ -78,6 +87,8 @@ class MergeRequest:
     from_lsn: int
     to_lsn: int
     traits: Traits = ANYTHING
+    schema_json: str | None = None
+    rows: int = 0
 
     @property
     def shape(self) -> Shape:
@@ -90,7 +101,8 @@ class ReplaceRequest:
     """A `current` table to be made of the snapshot `generation` and of the events with `from_lsn <= commit LSN < to_lsn` on top of it.
 
     Of the rows at `snapshot_path` those of `chunks` count; `snapshot_lsn` becomes their `_pgwal_commit_lsn`. A bag of rows has been read
-    under one snapshot. There may be no raw table yet, and no snapshot table where a chunk held no row.
+    under one snapshot. There may be no raw table yet, and no snapshot table where a chunk held no row. `keep` are columns of the present
+    `current` that the source has dropped: they stay, null in every row. `rows` says about how many rows and events there are.
     """
 
     table: TableName
@@ -105,6 +117,9 @@ class ReplaceRequest:
     from_lsn: int
     to_lsn: int
     traits: Traits = ANYTHING
+    schema_json: str | None = None
+    rows: int = 0
+    keep: tuple[str, ...] = ()
 
     @property
     def shape(self) -> Shape:
@@ -137,7 +152,7 @@ def merge(spark: "SparkSession", request: MergeRequest) -> MergeResult:
         raise LakeError(
             f"{request.table}: its current table {stands}, not at {format_lsn(request.from_lsn)}; is another publish at work? Try again."
         )
-    with isolated(spark, _MERGE_CONF) as session:
+    with isolated(spark, _MERGE_CONF | _conf(request.rows + written_rows(request.current_path))) as session:
         return _merge(session, request)
 
 
@@ -155,8 +170,13 @@ def replace(spark: "SparkSession", request: ReplaceRequest) -> MergeResult:
         )
     if mark == request.to_lsn and generation(request.current_path) == request.generation:
         return MergeResult(version(request.current_path), 0)
-    with isolated(spark, {}) as session:
+    with isolated(spark, _conf(request.rows)) as session:
         return _replace(session, request, {} if mark == request.to_lsn else _fence(request.to_lsn))
+
+
+def _conf(rows: int) -> dict[str, str]:
+    """Settings for work on about so many rows: with few of them the time is Spark's own (half of it, measured on tables of some rows)."""
+    return _INTERPRETED if rows <= _FEW_ROWS else {}
 
 
 def optimize(spark: "SparkSession", path: str) -> int:
@@ -179,9 +199,10 @@ def _merge(session: "SparkSession", request: MergeRequest) -> MergeResult:
     with failures(str(request.table)):
         target = session.read.format("delta").load(request.current_path)
         raw = session.read.format("delta").load(request.raw_path)
-        shape = _known_columns(request.shape, raw.schema, target.schema)
-        _check_types(shape, raw.schema, target.schema)
-        if _widen(session, request.current_path, shape, raw.schema, target.schema):
+        types = raw.schema if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
+        shape = _known_columns(request.shape, types, target.schema)
+        _check_types(shape, types, target.schema)
+        if _widen(session, request.current_path, shape, types, target.schema):
             target = session.read.format("delta").load(request.current_path)
         rows = fold.in_windows(raw, request.from_lsn, request.to_lsn)
         truncate = fold.last_truncate(rows) if request.traits.truncated else None
@@ -264,7 +285,8 @@ def _replace(session: "SparkSession", request: ReplaceRequest, fence: Mapping[st
     shape, path = request.shape, request.current_path
     with failures(str(request.table)):
         raw, snapshot = _read(session, request.raw_path), _read(session, request.snapshot_path)
-        types = base.column_types(shape, snapshot, raw)
+        known = None if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
+        types = base.column_types(shape, snapshot, raw) if known is None else known
         events = fold.in_windows(raw if raw is not None else base.no_events(session, types), request.from_lsn, request.to_lsn)
         truncate = fold.last_truncate(events) if request.traits.truncated else None
         steps = fold.steps(events, shape, types, after=truncate)
@@ -274,6 +296,7 @@ def _replace(session: "SparkSession", request: ReplaceRequest, fence: Mapping[st
             whole, lacking = base.rows_of_keys(source, rows, steps, shape, request.traits)
         else:
             whole, lacking = base.rows_of_bag(source, rows, steps, shape), None
+        whole = _with_dropped(whole, shape, _read(session, path) if request.keep else None, request.keep)
     properties = {"delta.enableDeletionVectors": "true", GENERATION: request.generation}
     if any(_MAPPED.intersection(name) for name in shape.columns):
         properties["delta.columnMapping.mode"] = "name"
@@ -287,6 +310,16 @@ def _replace(session: "SparkSession", request: ReplaceRequest, fence: Mapping[st
     return MergeResult(version(path), last_output_rows(path))
 
 
+def _with_dropped(rows: "DataFrame", shape: Shape, present: "DataFrame | None", names: Collection[str]) -> "DataFrame":
+    """`rows` with the columns `names` of the `present` table, null, behind the source's own."""
+    if present is None:
+        return rows
+    taken = {name.lower() for name in shape.columns}
+    kept = [field for field in present.schema.fields if field.name in names and field.name.lower() not in taken]
+    nulls = [F.lit(None).cast(field.dataType).alias(field.name) for field in kept]
+    return rows.select(*(F.col(quote(name)) for name in shape.columns), *nulls, COMMIT_LSN, TEXT)
+
+
 def _read(session: "SparkSession", path: str) -> "DataFrame | None":
     return None if open_current(path) is None else session.read.format("delta").load(path)
 
@@ -295,24 +328,24 @@ def _fence(lsn: int) -> dict[str, str]:
     return {"txnAppId": FENCE, "txnVersion": str(lsn)}
 
 
-def _known_columns(shape: Shape, raw: StructType, target: StructType) -> Shape:
+def _known_columns(shape: Shape, types: StructType, target: StructType) -> Shape:
     """The columns whose type is known: one that has been added to the source without a row behind it yet is in neither table."""
-    return altered(shape, columns=tuple(name for name in shape.columns if name in raw.names or name in target.names))
+    return altered(shape, columns=tuple(name for name in shape.columns if name in types.names or name in target.names))
 
 
-def _check_types(shape: Shape, raw: StructType, target: StructType) -> None:
+def _check_types(shape: Shape, types: StructType, target: StructType) -> None:
     for name in shape.columns:
-        if name in raw.names and name in target.names and not same_types(raw[name].dataType, target[name].dataType):
+        if name in types.names and name in target.names and not same_types(types[name].dataType, target[name].dataType):
             raise TableError(
                 str(shape.table),
                 f"{shape.table}: its column {name!r} is {target[name].dataType.simpleString()} in the current table and has become "
-                f"{raw[name].dataType.simpleString()}; run `pgwal resnapshot '{shape.table}'` to read it again.",
+                f"{types[name].dataType.simpleString()}; run `pgwal resnapshot '{shape.table}'` to read it again.",
             )
 
 
-def _widen(session: "SparkSession", path: str, shape: Shape, raw: StructType, target: StructType) -> bool:
+def _widen(session: "SparkSession", path: str, shape: Shape, wanted: StructType, target: StructType) -> bool:
     """Add the source's new columns to the target, null in its rows; returns whether there were any."""
-    types = {name: raw[name].dataType.simpleString() for name in shape.columns if name not in target.names}
+    types = {name: wanted[name].dataType.simpleString() for name in shape.columns if name not in target.names}
     if not types:
         return False
     table = open_current(path)

@@ -50,8 +50,10 @@ from pgwal_pipeline.lake.columns import (
     same_types,
     text_of,
 )
+from pgwal_pipeline.lake.schema import variant
 from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.xid import Snapshot
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -103,17 +105,9 @@ class ChunkSnapshot:
     snapshot_text: str
 
     @property
-    def bounds(self) -> tuple[int, int, tuple[int, ...]]:
-        """xmin, xmax and the transactions in progress between them."""
-        low, high, running = self.snapshot_text.split(":")
-        return int(low), int(high), tuple(int(xid) for xid in running.split(",") if xid)
-
-    def sees(self, xid: int) -> bool:
-        """Whether the committed transaction `xid` (the lower 32 bits) is visible."""
-        low, high, running = self.bounds
-        distance = (xid - high) % (1 << 32)
-        full = high + (distance - (1 << 32) if distance >= 1 << 31 else distance)
-        return full < low or (full < high and full not in running)
+    def snapshot(self) -> Snapshot:
+        """What it saw."""
+        return Snapshot.parse(self.snapshot_text)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -150,10 +144,10 @@ def steps(rows: "DataFrame", shape: Shape, types: StructType, *, after: Truncate
 
 
 def _typed(has: StructType, name: str, kind: DataType) -> "Column":
-    if name not in has.names:
-        return F.lit(None).cast(kind).alias(name)
-    value = F.col(quote(name))
-    return value if same_types(has[name].dataType, kind) else value.cast(kind).alias(name)
+    """The column `name` of raw as values of `kind`: those written in another type are of rows that a snapshot in `kind` has seen."""
+    other = variant(name, kind.jsonValue())
+    holder = next((held for held in (name, other) if held in has.names and same_types(has[held].dataType, kind)), None)
+    return F.lit(None).cast(kind).alias(name) if holder is None else F.col(quote(holder)).alias(name)
 
 
 def whole_rows(rows: "DataFrame", shape: Shape, *extra: "Column") -> "DataFrame":

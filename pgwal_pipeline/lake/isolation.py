@@ -24,9 +24,14 @@ def isolated(spark: "SparkSession", conf: Mapping[str, str]) -> "Iterator[SparkS
     clone = getattr(spark, "cloneSession", None)
     if clone is not None:  # Spark Connect
         session = clone()
+        # The client binds what the server keeps, such as checkpoints, to the thread's active session; nothing public sets it.
+        thread = type(session)._active_session  # noqa: SLF001
+        before = getattr(thread, "session", None)
+        thread.session = session
         try:
             yield _configured(session, conf)
         finally:
+            thread.session = before
             with suppress(PySparkException):
                 session.client.release_session()
             session.client.close()

@@ -18,11 +18,21 @@ from deltalake.exceptions import CommitFailedError
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import LakeError, TableError
-from pgwal_pipeline.lake.delta import ATTEMPTS, Clash, commit, crowded, ensure_table, lake_errors, open_table, side_by_side
+from pgwal_pipeline.lake.delta import (
+    ATTEMPTS,
+    Clash,
+    commit,
+    crowded,
+    ensure_table,
+    lake_errors,
+    missing_fields,
+    open_table,
+    side_by_side,
+)
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, move, new_file_name, plain_schema, plain_tables
 from pgwal_pipeline.lake.records import FileWrite, TableWrite
-from pgwal_pipeline.lake.schema import changed_type, check_columns, partitioned_schema, widened
+from pgwal_pipeline.lake.schema import changed_type, check_columns, fitted, partitioned_schema
 from pgwal_pipeline.lsn import parse_window_key
 from pgwal_pipeline.relation import Relation, TableName
 
@@ -93,8 +103,8 @@ class _Buffer:
     folder: str
     standing: Future[Schema | None]
     arrow: pa.Schema
-    schema: Schema
     write: TableWrite
+    schema: Schema | None = None
     rows: list[pa.Table] = field(default_factory=list)
     loose: list[pa.Table] = field(default_factory=list)
     bytes: int = 0
@@ -164,22 +174,11 @@ class WindowWriter:
         self._make_room()
 
     def finish(self) -> tuple[TableWrite, ...]:
-        """Write out what waits; the files are on disk then, and the caller's. Returns what each table got, in the names' order.
-
-        Raises TableError for a table whose raw table turns out to have other types; called again it goes on without that table.
-        """
-        for buffer in list(self._buffers.values()):
+        """Write out what waits; the files are on disk then, and the caller's. Returns what each table got, in the names' order."""
+        for buffer in self._buffers.values():
             self._flush(buffer)
-        for table, buffer in sorted(self._buffers.items()):
-            try:
-                standing = buffer.standing.result()
-                if standing is not None:
-                    widened(table, standing, buffer.schema)
-            except TableError as refusal:
-                self._refuse(table, refusal)
-                raise
         writes = tuple(
-            replace(buffer.write, schema_json=buffer.schema.to_json(), files=tuple(file.result() for file in buffer.files))
+            replace(buffer.write, schema_json=_fit(buffer)[0].to_json(), files=tuple(file.result() for file in buffer.files))
             for _, buffer in sorted(self._buffers.items())
         )
         self._pool.shutdown()
@@ -200,16 +199,14 @@ class WindowWriter:
         if buffer is not None and arrow.equals(buffer.arrow):
             return buffer
         check_columns(changes.relation)
-        schema = partitioned_schema(arrow, PARTITION)
         if buffer is not None:
-            schema = widened(table, buffer.schema, schema)
             self._flush(buffer)
-            buffer.arrow, buffer.schema = arrow, schema
+            buffer.arrow = arrow
             return buffer
         path = self._lake.raw(table)
         standing = self._pool.submit(_standing_schema, self._lake, path)
         write = TableWrite(table=str(table), path=path, schema_json="")
-        buffer = self._buffers[table] = _Buffer(self._lake.layer_path("raw", table), standing, arrow, schema, write)
+        buffer = self._buffers[table] = _Buffer(self._lake.layer_path("raw", table), standing, arrow, write)
         return buffer
 
     def _make_room(self) -> None:
@@ -229,7 +226,8 @@ class WindowWriter:
         size, rows = buffer.bytes, buffer.take()
         self._waiting -= size
         path = f"{buffer.folder}/{self._partition}{new_file_name()}"
-        file = self._pool.submit(_write_file, self._lake, path, buffer.folder, buffer.arrow, rows)
+        buffer.schema, named = _fit(buffer)
+        file = self._pool.submit(_write_file, self._lake, path, buffer.folder, named, rows)
         self._under_way[file] = size
         buffer.files.append(file)
 
@@ -247,6 +245,13 @@ class WindowWriter:
                 discard_file(self._lake, f"{buffer.folder}/{file.result().path}")
 
 
+def _fit(buffer: _Buffer) -> tuple[Schema, pa.Schema]:
+    """The Delta schema with which the table takes the buffer's rows beside what it has, and the names that the rows get for it."""
+    has = buffer.schema or buffer.standing.result() or Schema([])
+    named = fitted(has, buffer.arrow)
+    return Schema([*has.fields, *missing_fields(has, partitioned_schema(named, PARTITION))]), named
+
+
 def _standing_schema(lake: Lake, path: str) -> Schema | None:
     table = open_table(lake, path)
     return None if table is None else table.schema()
@@ -256,7 +261,7 @@ def _write_file(lake: Lake, path: str, folder: str, schema: pa.Schema, rows: lis
     with lake_errors(lake.absolute(path)):
         file = ParquetFile(lake, path, schema, [_POSITION])
         try:
-            file.write(pa.concat_tables(rows))
+            file.write(pa.concat_tables(rows).rename_columns(schema.names))
             rows.clear()
             return file.close(folder)
         except BaseException:
@@ -267,11 +272,12 @@ def _write_file(lake: Lake, path: str, folder: str, schema: pa.Schema, rows: lis
 def ensure_raw_table(lake: Lake, table: TableName, rows: pa.Schema) -> str:
     """Make the raw table of `table` where it is missing, with the columns of `rows`, its decoded changes' schema; returns its address.
 
-    Columns that an existing one lacks are added. Raises TableError where it has one with another type.
+    Columns that an existing one lacks are added; one that it has with another type gets a column beside.
     """
     path = lake.raw(table)
+    wanted = partitioned_schema(fitted(_standing_schema(lake, path) or Schema([]), plain_schema(rows)), PARTITION)
     try:
-        ensure_table(lake, path, partitioned_schema(plain_schema(rows), PARTITION), partition_by=[PARTITION], configuration=_CONFIGURATION)
+        ensure_table(lake, path, wanted, partition_by=[PARTITION], configuration=_CONFIGURATION)
     except Clash as clash:
         raise changed_type(table, clash) from None
     return path

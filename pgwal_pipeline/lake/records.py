@@ -80,6 +80,7 @@ class TableState:
 
     `generation` is the snapshot in force, `reading` the one under way, `published` the one that `current` is built on. The table may be
     read once every transaction older than `joined_xid` (64 bits) has ended, and published once the frontier has passed `required_lsn`.
+    `storage` is how the table was stored at the last look (JSON of `postgres.storage.Storage`), `dropped` the columns that are gone since.
     """
 
     table: TableName
@@ -93,6 +94,8 @@ class TableState:
     published: str | None = None
     joined_xid: int | None = None
     required_lsn: int | None = None
+    storage: str | None = None
+    dropped: tuple[str, ...] = ()
     at: datetime | None = None
 
 

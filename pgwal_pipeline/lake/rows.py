@@ -84,6 +84,8 @@ TABLES = pa.schema(
         ("published", pa.string()),
         ("joined_xid", pa.int64()),
         ("required_lsn", pa.int64()),
+        ("storage", pa.string()),
+        ("dropped", pa.list_(pa.string())),
         ("at", _MOMENT),
     ]
 )
@@ -177,6 +179,7 @@ def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:
             | {
                 "table": str(state.table),
                 "key": list(state.key),
+                "dropped": list(state.dropped),
                 "relation": None if state.relation is None else relation_to_json(state.relation),
                 "at": state.at or now,
             }
@@ -195,6 +198,7 @@ def states(rows: pa.Table) -> list[TableState]:
                 row,
                 table=TableName.parse(row["table"]),
                 key=tuple(row["key"] or ()),
+                dropped=tuple(row["dropped"] or ()),
                 relation=None if row["relation"] is None else relation_from_json(row["relation"]),
             )
         )

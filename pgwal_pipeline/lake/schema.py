@@ -1,11 +1,17 @@
 """Which columns a table of the lake has, and whether it can have them."""
 
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
 import pyarrow as pa
 from deltalake import Field, Schema
 from deltalake.schema import PrimitiveType
 
 from pgwal_pipeline.errors import TableError
-from pgwal_pipeline.lake.delta import Clash, missing_fields
+from pgwal_pipeline.lake.delta import Clash
+from pgwal_pipeline.lake.parquet import plain_schema
 from pgwal_pipeline.relation import Relation, TableName
 
 RESERVED = "_pgwal_"
@@ -36,15 +42,35 @@ def partitioned_schema(rows: pa.Schema, partition: str) -> Schema:
     return Schema([*Schema.from_arrow(rows).fields, Field(partition, PrimitiveType("string"))])
 
 
-def widened(table: TableName, has: Schema, wanted: Schema) -> Schema:
-    """`has` and the columns of `wanted` that it lacks, behind its own.
+def schema_json(rows: pa.Schema) -> str:
+    """The Delta schema of rows, as Delta's log writes it, which Spark reads too."""
+    return Schema.from_arrow(plain_schema(rows)).to_json()
 
-    This is where it is decided what becomes of a column whose type has changed: such a table is refused with TableError.
-    """
-    try:
-        return Schema([*has.fields, *missing_fields(has, wanted)])
-    except Clash as clash:
-        raise changed_type(table, clash) from None
+
+def variant(name: str, kind: str | Mapping[str, Any]) -> str:
+    """The column that has the values of type `kind` (as Delta's log writes it) of a source column whose name has another type in raw."""
+    return f"{RESERVED}{_tag(kind)}_{name}"
+
+
+def fitted(has: Schema, rows: pa.Schema) -> pa.Schema:
+    """The schema `rows` with other names for the columns that `has` has with another type: every value stays in its own type."""
+    types = {field.name.lower(): (field.name, _kind(field)) for field in has.fields}
+    fields = []
+    for number, field in enumerate(Schema.from_arrow(rows).fields):
+        known = types.get(field.name.lower())
+        name = field.name if known is None or known == (field.name, _kind(field)) else variant(field.name, _kind(field))
+        fields.append(rows.field(number).with_name(name))
+    return pa.schema(fields, rows.metadata)
+
+
+def _kind(field: Field) -> Any:
+    return json.loads(field.type.to_json())
+
+
+def _tag(kind: str | Mapping[str, Any]) -> str:
+    if isinstance(kind, str):
+        return re.sub(r"\W+", "_", kind).strip("_")
+    return f"list_{_tag(kind['elementType'])}"
 
 
 def changed_type(table: TableName | str, clash: Clash) -> TableError:
@@ -52,5 +78,5 @@ def changed_type(table: TableName | str, clash: Clash) -> TableError:
     return TableError(
         str(table),
         f"Table {table} cannot be followed: its column {clash.column!r} is {clash.has} in the lake and has become {clash.wanted}; "
-        f"give the changed column another name, or leave the table out of PGWAL_TABLES.",
+        f"run `pgwal resnapshot '{table}'`.",
     )

@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
+from deltalake import write_deltalake
 from deltalake.exceptions import CommitFailedError
 
 from pgwal_pipeline.lake.delta import ATTEMPTS, Clash, commit, crowded, ensure_table, lake_errors, open_table
-from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.layout import Lake, storage_options
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, new_file_name, plain_schema, plain_tables
 from pgwal_pipeline.lake.records import FileWrite
-from pgwal_pipeline.lake.schema import changed_type, check_columns, partitioned_schema
+from pgwal_pipeline.lake.schema import changed_type, check_columns, fitted, partitioned_schema
 from pgwal_pipeline.relation import Relation, TableName
 
 GENERATION = "_pgwal_generation"
@@ -63,7 +64,7 @@ class SnapshotWriter:
         """Write the rows of one attempt at a chunk, which have the source's columns and `_pgwal_text`, and commit them as one.
 
         The pieces share one schema and are taken one by one; at most about 64 MB of them are held. On a failure nothing is committed.
-        Raises TableError where the snapshot table has a column with another type, LakeError where the lake cannot be written.
+        Raises LakeError where the lake cannot be written.
         """
         chunk = _ChunkFiles(self._lake, self._folder, f"{self._folder}/{GENERATION}={self._generation}", attempt)
         try:
@@ -78,6 +79,25 @@ class SnapshotWriter:
             chunk.discard()
             raise
         return ChunkWrite(sum(file.rows for file in files), sum(file.size for file in files))
+
+    def begin(self, schema: pa.Schema) -> None:
+        """Make the snapshot table with the columns of `schema`. One that has them with other types is emptied: the table was altered."""
+        rows = plain_schema(schema).append(pa.field(ATTEMPT, pa.string()))
+        wanted = partitioned_schema(rows, GENERATION)
+        with lake_errors(self._uri):
+            standing = open_table(self._lake, self._uri)
+            if standing is None or fitted(standing.schema(), rows).names == rows.names:
+                ensure_table(self._lake, self._uri, wanted, partition_by=[GENERATION], configuration=_CONFIGURATION)
+                return
+            write_deltalake(
+                self._uri,
+                pa.schema(wanted.to_arrow()).empty_table(),
+                mode="overwrite",
+                schema_mode="overwrite",
+                partition_by=[GENERATION],
+                configuration=_CONFIGURATION,
+                storage_options=storage_options(self._lake.uri),
+            )
 
     def _commit(self, schema: pa.Schema, files: Collection[FileWrite]) -> None:
         wanted = partitioned_schema(schema, GENERATION)

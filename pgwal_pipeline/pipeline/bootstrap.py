@@ -1,35 +1,39 @@
 """What a lake and a source must agree on before anything is read: identity, publication, slot, and which tables are followed."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import psycopg
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.decode.types import change_schema
-from pgwal_pipeline.errors import LakeError, SlotLost, TableError
+from pgwal_pipeline.errors import LakeError, SlotLost
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger, Source, TableState, Window
-from pgwal_pipeline.lake.raw import check_columns, ensure_raw_table
+from pgwal_pipeline.lake.ledger import Ledger, Source, Window
 from pgwal_pipeline.lsn import format_lsn, window_key
+from pgwal_pipeline.pipeline.changes import Look
+from pgwal_pipeline.pipeline.looks import looks, record_tables
 from pgwal_pipeline.postgres import catalog, publication, slot
 from pgwal_pipeline.postgres.slot import SlotState
-from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.xid import Snapshot
 
 Connection = psycopg.Connection[Any]
 
 
 @dataclass(frozen=True)
 class Attached:
-    """A source and a lake that belong together: every table the stream carries, and where the slot stands."""
+    """A source and a lake that belong together: every table the stream carries, and where the slot stands.
+
+    `ended` tells which transactions had ended before the tables were looked at.
+    """
 
     server_version: int
     slot: SlotState
-    relations: dict[TableName, Relation]
+    tables: dict[TableName, Look]
     skipped: dict[TableName, str]
+    ended: Snapshot
 
 
 def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:
@@ -81,9 +85,11 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None])
             f"Slot {settings.slot} was advanced to {format_lsn(state.confirmed_flush_lsn)} by someone else, but the lake has changes up to "
             f"{format_lsn(frontier)} only. Run `pgwal resnapshot --all` to read every table again."
         )
-    relations = {relation.table: relation for relation in catalog.tables_of(conn, settings.publication)}
-    _record_tables(ledger, conn, relations, published.skipped)
-    return Attached(identity.server_version, state, relations, dict(published.skipped))
+    ended = Snapshot.parse(catalog.running_transactions(conn))
+    found = looks(conn, settings.publication)
+    for table, reason in record_tables(ledger, conn, found, published.skipped).items():
+        warn(f"Table {table}: {reason}.")
+    return Attached(identity.server_version, state, found, dict(published.skipped), ended)
 
 
 def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> None:
@@ -134,47 +140,3 @@ def _require_same_source(lake: Lake, recorded: Source, ours: Source) -> None:
 def _origin(slot_name: str, lsn: int) -> Window:
     """The empty window at which a new slot begins, so that there is a frontier from the start."""
     return Window(key=window_key(lsn), slot=slot_name, start_lsn=lsn, end_lsn=lsn, state="complete")
-
-
-def _record_tables(ledger: Ledger, conn: Connection, relations: dict[TableName, Relation], skipped: dict[TableName, str]) -> None:
-    """Write down tables that joined, left, or were made anew since the last look.
-
-    A table that joins is read only after the transactions that run now have ended: what they wrote to it before is in no stream.
-    """
-    known = ledger.tables()
-    joined_xid = _next_xid(conn)
-    fresh = [relation for relation in relations.values() if _joins(known.get(relation.table), relation)]
-    with ThreadPoolExecutor(8, "pgwal-bootstrap") as pool:
-        changed = list(pool.map(lambda relation: _joined(ledger.lake, relation, joined_xid), fresh))
-    for table, reason in skipped.items():
-        state = known.get(table)
-        if state is None or (state.state, state.reason) != ("skipped", reason):
-            changed.append(TableState(table=table, oid=0, state="skipped", reason=reason))
-    changed += [
-        replace(state, state="gone", reason="no longer published")
-        for table, state in known.items()
-        if table not in relations and table not in skipped and state.state != "gone"
-    ]
-    if changed:
-        ledger.record_tables(changed)
-
-
-def _joins(known: TableState | None, relation: Relation) -> bool:
-    return known is None or known.oid != relation.oid or known.state in ("skipped", "gone")
-
-
-def _joined(lake: Lake, relation: Relation, joined_xid: int) -> TableState:
-    """A table that joins, with its raw table made so that readers find it before its first change."""
-    state = TableState(table=relation.table, oid=relation.oid, state="pending", key=relation.key, relation=relation, joined_xid=joined_xid)
-    try:
-        check_columns(relation)
-        ensure_raw_table(lake, relation.table, change_schema(relation))
-    except TableError as error:
-        return replace(state, state="error", reason=str(error))
-    return state
-
-
-def _next_xid(conn: Connection) -> int:
-    row = conn.execute("SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint").fetchone()
-    assert row is not None
-    return int(row[0])

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,11 +15,12 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.errors import SlotLost, SourceUnavailable, TableError
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger, TableState, Window
+from pgwal_pipeline.lake.ledger import Ledger, Window
 from pgwal_pipeline.lake.raw import commit_window
 from pgwal_pipeline.lsn import format_lsn, window_key
 from pgwal_pipeline.pipeline import bootstrap as bootstraps
 from pgwal_pipeline.pipeline.bootstrap import Attached, attach
+from pgwal_pipeline.pipeline.looks import Streamed, looks, next_xid, review_tables
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
 from pgwal_pipeline.pipeline.window import read_window
 from pgwal_pipeline.postgres import catalog, slot
@@ -81,7 +82,7 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
             stream = stack.enter_context(
                 ReplicationStream.open(settings.dsn, settings.slot, settings.publication, frontier, server_version=attached.server_version)
             )
-            window = _drain_window(settings, lake, ledger, conn, stream, frontier, end, progress) if end > frontier else None
+            window = _drain_window(settings, ledger, conn, attached, stream, frontier, end, warn, progress) if end > frontier else None
             failpoints.hit("drain.before_confirm")
             stream.confirm(max(end, frontier))
             _await_confirmation(conn, settings.slot, max(end, frontier))
@@ -92,7 +93,7 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
     seconds: Counter[str] = Counter()
     for report in reports:
         seconds.update(report.seconds)
-    tables = dict.fromkeys(attached.relations, TableCounts()) | {
+    tables = dict.fromkeys(attached.tables, TableCounts()) | {
         table: counts for report in reports for table, counts in report.tables.items()
     }
     return DrainReport(
@@ -115,14 +116,16 @@ def recover(lake: Lake, ledger: Ledger) -> tuple[Window, ...]:
 
 def _drain_window(
     settings: Settings,
-    lake: Lake,
     ledger: Ledger,
     conn: psycopg.Connection[Any],
+    attached: Attached,
     stream: ReplicationStream,
     start: int,
     end: int,
+    warn: Callable[[str], None],
     progress: Progress,
 ) -> Window:
+    lake = ledger.lake
     read = read_window(
         stream,
         lake,
@@ -133,7 +136,11 @@ def _drain_window(
         progress=progress,
     )
     failpoints.hit("drain.after_files")
-    _record_relations(ledger, read.relations)
+    streamed = Streamed({relation.oid: relation for relation in read.relations}, read.truncated, attached.ended)
+    found = looks(conn, settings.publication)
+    again = review_tables(ledger, attached.tables, found, streamed, next_xid(conn), rewrites=settings.on_rewrite == "resnapshot")
+    for table, reason in again.items():
+        warn(f"Table {table}: {reason}.")
     _record_refused(ledger, read.refused)
     window = Window(
         key=window_key(end),
@@ -180,20 +187,6 @@ def _describe_on(conn: psycopg.Connection[Any]) -> Callable[[RelationMessage], R
             return catalog.describe(conn, message)
 
     return describe
-
-
-def _record_relations(ledger: Ledger, relations: Iterable[Relation]) -> None:
-    """Write down the tables' definitions as the stream showed them, where they differ from what is known."""
-
-    def changed(known: Mapping[TableName, TableState]) -> list[TableState]:
-        return [
-            replace(known[relation.table], relation=relation, key=relation.key)
-            for relation in relations
-            if relation.table in known and known[relation.table].relation != relation
-        ]
-
-    if changed(ledger.tables()):
-        ledger.amend_tables(changed)
 
 
 def _record_refused(ledger: Ledger, refused: Iterable[TableError]) -> None:

@@ -8,16 +8,19 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from pgwal_pipeline import failpoints
+from pgwal_pipeline.decode.types import copy_schema
 from pgwal_pipeline.errors import LakeError, TableError
 from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake.current import MergeRequest, MergeResult, ReplaceRequest
 from pgwal_pipeline.lake.fold import ChunkSnapshot, Traits
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Publish, TablePointer, TableState, Window
+from pgwal_pipeline.lake.schema import schema_json
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish
 from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.relation import Relation, TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.xid import Snapshot
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -121,6 +124,8 @@ def _merge_work(
         from_lsn=watermark,
         to_lsn=frontier,
         traits=_traits(state, fresh),
+        schema_json=schema_json(copy_schema(relation)),
+        rows=sum(write.rows for write in _writes(state, fresh)),
     )
     return _Work(state, pointer, request)
 
@@ -130,27 +135,39 @@ def _replace_request(
 ) -> ReplaceRequest:
     assert state.generation is not None
     assert state.required_lsn is not None
+    chunks = [chunk for chunk in ledger.chunks(state.table, state.generation) if chunk.snapshot is not None]
     # What a slot before this one gave ends in a gap, and a row deleted within the gap must not come back.
     origin = max((window.start_lsn for window in windows if window.start_lsn == window.end_lsn), default=0)
-    fresh = [window for window in windows if window.end_lsn > origin]
+    first_seen = min((Snapshot.parse(chunk.snapshot or "") for chunk in chunks), key=lambda snapshot: snapshot.low, default=None)
+    unseen = [window for window in windows if window.end_lsn > origin and not _seen_whole(window, first_seen)]
+    from_lsn = min((window.start_lsn for window in unseen), default=frontier)
+    fresh = [window for window in windows if window.end_lsn > from_lsn]
     return ReplaceRequest(
         table=state.table,
         raw_path=lake.raw(state.table),
         current_path=lake.current(state.table),
         snapshot_path=lake.snapshot(state.table),
         generation=state.generation,
-        chunks=tuple(
-            ChunkSnapshot(chunk.attempt, chunk.snapshot)
-            for chunk in ledger.chunks(state.table, state.generation)
-            if chunk.attempt is not None and chunk.snapshot is not None
-        ),
+        chunks=tuple(ChunkSnapshot(chunk.attempt or "", chunk.snapshot or "") for chunk in chunks),
         snapshot_lsn=state.required_lsn,
         key=relation.key,
         columns=relation.column_names,
-        from_lsn=origin,
+        from_lsn=from_lsn,
         to_lsn=frontier,
         traits=_traits(state, fresh),
+        schema_json=schema_json(copy_schema(relation)),
+        rows=sum(chunk.rows for chunk in chunks) + sum(write.rows for write in _writes(state, fresh)),
+        keep=state.dropped,
     )
+
+
+def _seen_whole(window: Window, snapshot: Snapshot | None) -> bool:
+    """Whether every transaction of a window had ended for `snapshot`, and so for every chunk of which it is the oldest."""
+    if window.min_xid is None or window.max_xid is None:
+        return True
+    if snapshot is None or window.max_xid - window.min_xid >= 1 << 30:  # their 32 bits may have begun anew
+        return False
+    return snapshot.widened(window.max_xid) < snapshot.low
 
 
 def _writes(state: TableState, windows: Iterable[Window]) -> list:

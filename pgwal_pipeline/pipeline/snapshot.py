@@ -15,6 +15,7 @@ import psycopg
 import pyarrow as pa
 
 from pgwal_pipeline import failpoints
+from pgwal_pipeline.decode.types import copy_schema
 from pgwal_pipeline.errors import SourceRefused, TableError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, TableState
@@ -104,7 +105,9 @@ def _read_table(
     ledger.record_tables([state])
     assert state.reading is not None
     chunks = ledger.chunks(state.table, state.reading)
-    reader = _ChunkReader(settings, ledger, published, SnapshotWriter(Lake(settings.lake), relation, state.reading))
+    writer = SnapshotWriter(Lake(settings.lake), relation, state.reading)
+    writer.begin(copy_schema(relation))
+    reader = _ChunkReader(settings, ledger, published, writer)
     done = [chunk for chunk in chunks if chunk.attempt is not None]
     with ThreadPoolExecutor(settings.snapshot_workers, "pgwal-chunk") as pool:
         pending = [pool.submit(reader.read, chunk) for chunk in chunks if chunk.attempt is None]

@@ -7,9 +7,11 @@ it, and a bounded queue between the two keeps memory within the budget whatever 
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import pyarrow.compute as pc
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.batch import Decoded, Decoder
@@ -29,13 +31,15 @@ _IDLE = 0.25  # seconds the reader waits for the server before it looks round
 class WindowRead:
     """What was read of a window: its files, not yet part of any Delta table, and what they hold.
 
-    `refused` says which tables could not be written, and why: none of their changes is in `writes`. `min_xid` and `max_xid` bound the
+    `refused` says which tables could not be written, and why: none of their changes is in `writes`. `relations` are the tables as the
+    stream showed them last, `truncated` the transactions (32 bits) that truncated a table, by its oid. `min_xid` and `max_xid` bound the
     32-bit transaction ids of the changes, None where there are none; `seconds` has `drain`, `decode` and `write`.
     """
 
     writes: tuple[TableWrite, ...]
     refused: tuple[TableError, ...]
     relations: tuple[Relation, ...]
+    truncated: Mapping[int, Collection[int]]
     transactions: int
     changes: int
     bytes: int
@@ -51,6 +55,7 @@ class _Tally:
     bytes: int = 0
     xids: list[int] = field(default_factory=list)
     relations: dict[int, Relation] = field(default_factory=dict)
+    truncated: dict[int, set[int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: {"decode": 0.0, "write": 0.0})
 
     def add(self, decoded: Decoded, size: int) -> None:
@@ -59,6 +64,10 @@ class _Tally:
         self.changes += decoded.changes_count
         self.xids += [xid for xid in (decoded.min_xid, decoded.max_xid) if xid is not None]
         self.relations.update((relation.oid, relation) for relation in decoded.relations)
+        for changes in decoded.changes:
+            if changes.truncates:
+                xids = changes.rows.filter(pc.field("_pgwal_op") == "T")["_pgwal_xid"].to_pylist()
+                self.truncated.setdefault(changes.relation.oid, set()).update(xids)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -207,6 +216,7 @@ def read_window(
         writes=consumer.writes,
         refused=tuple(consumer.refused.values()),
         relations=tuple(tally.relations.values()),
+        truncated=tally.truncated,
         transactions=tally.transactions,
         changes=tally.changes,
         bytes=tally.bytes,

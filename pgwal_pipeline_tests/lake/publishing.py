@@ -1,17 +1,21 @@
 """What the tests of `current` have in common: requests for the tables of a folder, and what is read back, by delta-rs and not by Spark."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from deltalake import DeltaTable, QueryBuilder
+from deltalake import DeltaTable, QueryBuilder, write_deltalake
 
 from pgwal_pipeline.lake.current import ChunkSnapshot, MergeRequest, ReplaceRequest, Traits
+from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.relation import TableName
 
+Values = tuple[Any, ...]
 TABLE = TableName("public", "things")
 GENERATION = "g1"
+_TEXT = ("_pgwal_text", pa.map_(pa.string(), pa.string()))
 
 
 def merge_request(
@@ -56,3 +60,49 @@ def rows_of(path: Path, version: int | None = None) -> list[dict[str, Any]]:
         if row.get("_pgwal_text") is not None:
             row["_pgwal_text"] = dict(row["_pgwal_text"])
     return rows
+
+
+def write_rows(
+    path: Path, columns: Mapping[str, pa.DataType], rows: Sequence[Values], *, chunk: str = "c1", generation: str = GENERATION
+) -> None:
+    """Add rows of one chunk to a snapshot table. A value {"text": …} is one that its column cannot hold."""
+    plain = [{**_plain(columns, row), "_pgwal_chunk": chunk, "_pgwal_generation": generation} for row in rows]
+    fields = [*columns.items(), _TEXT, ("_pgwal_chunk", pa.string()), ("_pgwal_generation", pa.string())]
+    _append(path, plain, fields, "_pgwal_generation")
+
+
+def write_events(path: Path, columns: Mapping[str, pa.DataType], events: Sequence[tuple[Any, ...]]) -> None:
+    """Add events (op, commit LSN, ordinal, values, columns that were not sent, xid) to raw, in windows of 1000."""
+    plain = []
+    for op, lsn, ordinal, values, *more in events:
+        unsent, xid = [*more, *([], 200)[len(more) :]]
+        own = {"op": op, "commit_lsn": lsn, "ordinal": ordinal, "xid": xid, "unchanged": unsent or None}
+        own["window"] = window_key((lsn // 1000 + 1) * 1000)
+        plain.append({**_plain(columns, values), **{f"_pgwal_{name}": value for name, value in own.items()}})
+    own_fields = [
+        ("_pgwal_op", pa.string()),
+        ("_pgwal_commit_lsn", pa.int64()),
+        ("_pgwal_ordinal", pa.int64()),
+        ("_pgwal_xid", pa.int64()),
+        ("_pgwal_unchanged", pa.list_(pa.string())),
+        ("_pgwal_window", pa.string()),
+    ]
+    _append(path, plain, [*columns.items(), _TEXT, *own_fields], "_pgwal_window")
+
+
+def _plain(columns: Mapping[str, pa.DataType], values: Values | None) -> dict[str, Any]:
+    pairs = dict(zip(columns, values or [None] * len(columns), strict=True))
+    text = [(name, value["text"]) for name, value in pairs.items() if isinstance(value, dict)]
+    row = {name: None if isinstance(value, dict) else _exact(columns[name], value) for name, value in pairs.items()}
+    return {**row, "_pgwal_text": text or None}
+
+
+def _exact(kind: pa.DataType, value: Any) -> Any:
+    if isinstance(value, list) and pa.types.is_decimal(kind.value_type):
+        return [None if item is None else Decimal(item) for item in value]
+    return value
+
+
+def _append(path: Path, rows: list[dict[str, Any]], fields: list[Any], partition: str) -> None:
+    table = pa.Table.from_pylist(rows, pa.schema(fields))
+    write_deltalake(path, table, mode="append", schema_mode="merge", partition_by=[partition])

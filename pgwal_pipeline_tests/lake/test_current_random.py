@@ -14,22 +14,25 @@ from pgwal_pipeline.lake.current import Traits, Unresolved, merge, replace
 from pgwal_pipeline_tests.lake.model import COLUMNS, KEY, KEYS, WINDOW_BYTES, WINDOW_TIME, Case, expected, write_raw, write_snapshot
 from pgwal_pipeline_tests.lake.publishing import GENERATION, merge_request, replace_request, rows_of
 
+pytestmark = pytest.mark.timeout(900)
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _FIRST_XID = 3 * 2**32 - 40  # the 32 bits that raw has begin anew on the way
 _SNAPSHOT_LSN = WINDOW_BYTES
-_WINDOWS = 4
+_WINDOWS = range(1, 3)
+"""The windows of the changes; in the first one the tables are read."""
 
 
 def _simulated(number: int, traits: Traits) -> tuple[Case, list[dict[Any, Any]]]:
-    """A table that is read whole, then changed window by window; and its expected rows after each window."""
+    """A table that is read whole, then changed window by window; and its expected rows as it was read and after each window."""
     case = Case(number, random.Random(number), traits.key_changes, traits.unchanged)
     for key in case.rng.sample(KEYS, case.rng.randint(0, len(KEYS))):
         case.state[key] = case.fresh_row()
     case.read(KEYS, f"chunk-{number}", _FIRST_XID, [])
-    xid, truths = _FIRST_XID, []
-    for window in range(1, _WINDOWS):
+    xid, truths = _FIRST_XID, [expected([case], _SNAPSHOT_LSN)]
+    for window in _WINDOWS:
         for time in sorted(case.rng.sample(range(window * WINDOW_TIME, (window + 1) * WINDOW_TIME), case.rng.randint(0, 4))):
             xid += 1
             if traits.truncated and case.rng.random() < 0.2:
@@ -58,47 +61,49 @@ def _differences(found: dict[Any, Any], wanted: dict[Any, Any]) -> list[Any]:
     return [(key, found.get(key), wanted.get(key)) for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)]
 
 
-def _first_window(spark: "SparkSession", folder: Path, cases: Sequence[Case], traits: Traits) -> None:
-    write_raw(str(folder / "raw"), cases)
-    chunks = write_snapshot(str(folder / "snapshot"), cases, GENERATION)
-    request = replace_request(folder, WINDOW_BYTES, traits, chunks, key=KEY, columns=COLUMNS, snapshot_lsn=_SNAPSHOT_LSN)
-    replace(spark, request)
-
-
-def _publish(spark: "SparkSession", folder: Path, traits: Traits, ends: Iterable[int], current: str = "current") -> list[dict[Any, Any]]:
-    """Merge up to each of `ends`; what stands there afterwards."""
+def _merged(spark: "SparkSession", folder: Path, traits: Traits, ends: Iterable[int]) -> list[dict[Any, Any]]:
+    """The rows of `current` after a merge up to each of `ends`."""
     start, states = WINDOW_BYTES, []
     for end in ends:
-        result = merge(spark, merge_request(folder, start, end, traits, key=KEY, columns=COLUMNS, current=current))
-        states.append(_found(folder / current, result.version))
+        result = merge(spark, merge_request(folder, start, end, traits, key=KEY, columns=COLUMNS))
+        states.append(_found(folder / "current", result.version))
         start = end
     return states
 
 
-def _merged(spark: "SparkSession", folder: Path, numbers: Iterable[int], traits: Traits) -> None:
-    simulated = [_simulated(number, traits) for number in numbers]
-    _first_window(spark, folder, [case for case, _ in simulated], traits)
-    shutil.copytree(folder / "current", folder / "at_once")
-    ends = [(window + 1) * WINDOW_BYTES for window in range(1, _WINDOWS)]
-    states = _publish(spark, folder, traits, ends)
-    for window, state in enumerate(states):
-        wanted = {key: row for _, truths in simulated for key, row in truths[window].items()}
-        assert _differences(state, wanted) == [], f"window {window + 1}"
-    assert _differences(_publish(spark, folder, traits, ends[-1:], "at_once")[0], states[-1]) == []
-
-
-@pytest.mark.timeout(300)
 def test_merged_by_windows_and_at_once_as_the_source_has_it(spark: "SparkSession", tmp_path: Path) -> None:
-    """The tables are merged side by side: none shows in another."""
-    kinds = [Traits(False, moves, unsent) for moves in (True, False) for unsent in (True, False)]
+    """All tables are read as one; then each kind's events are merged into a copy of it, side by side: none shows in another."""
+    kinds = [Traits(False, True, True), Traits(False, True, False), Traits(False, False, True)]
+    simulated = [[_simulated(kind * 1000 + number, traits) for number in range(150)] for kind, traits in enumerate(kinds)]
+    emptied = [next(found for found in (_simulated(9000 + number, Traits()) for number in range(100)) if _truncates(found[0]) > 1)]
+    every = [one for kind in [*simulated, emptied] for one in kind]
+    chunks = write_snapshot(str(tmp_path / "snapshot"), [case for case, _ in every], GENERATION)
+    nothing = Traits(False, False, False)
+    replace(spark, replace_request(tmp_path, WINDOW_BYTES, nothing, chunks, key=KEY, columns=COLUMNS, snapshot_lsn=_SNAPSHOT_LSN))
+    as_read = {key: row for _, truths in every for key, row in truths[0].items()}
+    assert _differences(_found(tmp_path / "current"), as_read) == []
+    ends = [(window + 1) * WINDOW_BYTES for window in _WINDOWS]
+
+    def merged(name: str, cases: Sequence[tuple[Case, Any]], traits: Traits, ends: Sequence[int]) -> list[dict[Any, Any]]:
+        shutil.copytree(tmp_path / "current", tmp_path / name / "current")
+        write_raw(str(tmp_path / name / "raw"), [case for case, _ in cases])
+        return _merged(spark, tmp_path / name, traits, ends)
+
     with ThreadPoolExecutor(4) as pool:
-        work = [
-            pool.submit(_merged, spark, tmp_path / str(number), range(number * 1000, number * 1000 + 150), traits)
-            for number, traits in enumerate(kinds)
-        ]
-        work += [pool.submit(_merged, spark, tmp_path / str(number), [number], Traits()) for number in range(10, 12)]
-        for future in work:
-            future.result()
+        by_window = [pool.submit(merged, str(kind), cases, kinds[kind], ends) for kind, cases in enumerate(simulated)]
+        at_once = pool.submit(merged, "at_once", simulated[0], kinds[0], ends[-1:])
+        truncated = pool.submit(merged, "truncated", emptied, Traits(), ends[-1:])
+    for kind, cases in enumerate(simulated):
+        others = {key: row for key, row in as_read.items() if key[0] // 1000 != kind}
+        for window, state in enumerate(by_window[kind].result(), 1):
+            wanted = {key: row for _, truths in cases for key, row in truths[window].items()}
+            assert _differences(state, others | wanted) == [], f"{kinds[kind]}, window {window}"
+    assert _differences(at_once.result()[0], by_window[0].result()[-1]) == []
+    assert _differences(truncated.result()[0], emptied[0][1][-1]) == []
+
+
+def _truncates(case: Case) -> int:
+    return sum(event["op"] == "T" for event in case.events)
 
 
 def _beside_writers(number: int) -> Case:
@@ -125,7 +130,6 @@ def _beside_writers(number: int) -> Case:
     return case
 
 
-@pytest.mark.timeout(300)
 def test_a_snapshot_in_chunks_beside_writers(spark: "SparkSession", tmp_path: Path) -> None:
     cases = [_beside_writers(number) for number in range(500)]
     whole = [case for case in cases if not case.unresolvable()]

@@ -5,6 +5,7 @@ All examples are rows of one table (`case` is the first column of its key), so t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace as altered
 from datetime import date
 from pathlib import Path
 from random import Random
@@ -15,6 +16,8 @@ import pytest
 from pgwal_pipeline.lake.current import Traits, merge, replace
 from pgwal_pipeline_tests.lake.model import COLUMNS, KEY, KEYS, WINDOW_BYTES, WINDOW_TIME, Case, write_raw, write_snapshot
 from pgwal_pipeline_tests.lake.publishing import GENERATION, merge_request, replace_request, rows_of
+
+pytestmark = pytest.mark.timeout(900)
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -190,9 +193,12 @@ def outcomes(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) ->
     cases = [_case(number, example) for number, example in enumerate(EXAMPLES)]
     write_raw(str(folder / "raw"), cases)
     chunks = write_snapshot(str(folder / "snapshot"), cases, GENERATION)
-    replace(spark, replace_request(folder, WINDOW_BYTES, Traits(), chunks, key=KEY, columns=COLUMNS))
-    merge(spark, merge_request(folder, WINDOW_BYTES, 10 * WINDOW_BYTES, Traits(truncated=False), key=KEY, columns=COLUMNS))
-    replace(spark, replace_request(folder, 10 * WINDOW_BYTES, Traits(), chunks, key=KEY, columns=COLUMNS, current="replaced"))
+    nothing, followed = Traits(False, False, False), Traits(truncated=False)
+    replace(spark, replace_request(folder, WINDOW_BYTES, nothing, chunks, key=KEY, columns=COLUMNS))
+    # As for many rows: with compiled code.
+    merge(spark, altered(merge_request(folder, WINDOW_BYTES, 10 * WINDOW_BYTES, followed, key=KEY, columns=COLUMNS), rows=1 << 40))
+    whole = replace_request(folder, 10 * WINDOW_BYTES, followed, chunks, key=KEY, columns=COLUMNS, current="replaced")
+    replace(spark, altered(whole, rows=1 << 40))
     return [_by_example(folder / "current"), _by_example(folder / "replaced")]
 
 

@@ -109,6 +109,20 @@ def test_columns_may_join_from_one_generation_to_the_next_but_not_change_type(la
     assert len(list(Path(lake.uri).rglob("part-*"))) == 2
 
 
+def test_a_snapshot_of_a_table_with_other_types_begins_with_an_empty_one(lake: Lake) -> None:
+    writer = SnapshotWriter(lake, _ORDERS, "g1")
+    writer.begin(_piece().schema)
+    writer.write("a1", [_piece(1, at=pa.array([5], pa.timestamp("us")))])
+    SnapshotWriter(lake, _ORDERS, "g2").begin(_piece().schema)
+    assert len(_rows(lake)) == 1
+    other = _piece(1, at=pa.array(["x"]))
+    writer = SnapshotWriter(lake, _ORDERS, "g3")
+    writer.begin(other.schema)
+    assert _rows(lake) == []
+    writer.write("a3", [other])
+    assert [(row["_pgwal_generation"], row["at"]) for row in read(lake, lake.snapshot(_ORDERS.table))] == [("g3", "x")]
+
+
 def test_what_cannot_be_written_is_refused_at_once(lake: Lake) -> None:
     with pytest.raises(TableError, match="differ only in case"):
         SnapshotWriter(lake, relation("orders", "id", "ID"), "g1")

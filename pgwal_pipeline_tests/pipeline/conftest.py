@@ -60,11 +60,12 @@ class Pipeline:
 
     def assert_current(self, *tables: str) -> None:
         """The newest publish holds just what the source holds now (nobody may write meanwhile)."""
-        publish = self.ledger.publish()
+        publish, states = self.ledger.publish(), self.ledger.tables()
         assert publish is not None, "nothing was published"
         for table in tables:
-            pointer = publish.tables[TableName.parse(table)]
-            assert_equal(self.source, table, pointer.path, pointer.version)
+            name = TableName.parse(table)
+            pointer = publish.tables[name]
+            assert_equal(self.source, table, pointer.path, pointer.version, states[name].dropped)
 
     def environment(self, **extra: str) -> dict[str, str]:
         return {

@@ -106,7 +106,7 @@ def test_every_publish_is_one_transactional_state(source: Source, pipeline: Pipe
     for writer in writers:
         writer.start()
     try:
-        for _ in range(4):
+        for _ in range(3):
             pipeline.sync()
     finally:
         stop.set()
@@ -114,7 +114,7 @@ def test_every_publish_is_one_transactional_state(source: Source, pipeline: Pipe
             writer.join()
     pipeline.sync()
     publishes = [publish for publish in pipeline.ledger.publishes() if len(publish.tables) == 3]
-    assert len(publishes) >= 4
+    assert len(publishes) >= 3
     assert {sum_at(publish.tables) for publish in publishes} == {60000}
     pipeline.assert_current("public.checking", "public.savings", "public.shares")
 
@@ -188,7 +188,9 @@ publish(settings, lambda: spark_session(settings), progress=progress)
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_publish_is_taken_up(point: str, source: Source, pipeline: Pipeline) -> None:
+def test_killed_publish_is_taken_up(point: str, source: Source, pipeline: Pipeline, request: pytest.FixtureRequest) -> None:
+    # A Spark of its own dies with the process in mid-merge; at the other points it is the ledger that matters.
+    remote = {} if point == "publish.in_merge" else {"PGWAL_SPARK_REMOTE": request.getfixturevalue("connect_server").address}
     for table in ("a", "b"):
         source.sql(f"CREATE TABLE {table} (id int PRIMARY KEY, v int)")
         source.sql(f"INSERT INTO {table} SELECT i, 0 FROM generate_series(1, 50) i")
@@ -198,7 +200,7 @@ def test_killed_publish_is_taken_up(point: str, source: Source, pipeline: Pipeli
         source.sql(f"UPDATE {table} SET id = id + 100 WHERE id = 5")
         source.sql(f"DELETE FROM {table} WHERE id = 6")
     pipeline.drain()
-    killed = pipeline.child(PUBLISH, environment={"PGWAL_FAILPOINTS": f"{point}=kill"})
+    killed = pipeline.child(PUBLISH, environment={"PGWAL_FAILPOINTS": f"{point}=kill", **remote})
     assert killed.returncode == -9, killed.stderr
     source.sql("UPDATE a SET v = 2 WHERE id = 7")
     pipeline.sync()
