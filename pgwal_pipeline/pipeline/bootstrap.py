@@ -17,23 +17,18 @@ from pgwal_pipeline.postgres import catalog, publication, slot
 from pgwal_pipeline.postgres.slot import SlotState
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline.xid import Snapshot
 
 Connection = psycopg.Connection[Any]
 
 
 @dataclass(frozen=True)
 class Attached:
-    """A source and a lake that belong together: every table the stream carries, and where the slot stands.
-
-    `ended` tells which transactions had ended before the tables were looked at.
-    """
+    """A source and a lake that belong together: every table the stream carries, and where the slot stands."""
 
     server_version: int
     slot: SlotState
     tables: dict[TableName, Look]
     skipped: dict[TableName, str]
-    ended: Snapshot
 
 
 def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:
@@ -85,11 +80,10 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None])
             f"Slot {settings.slot} was advanced to {format_lsn(state.confirmed_flush_lsn)} by someone else, but the lake has changes up to "
             f"{format_lsn(frontier)} only. Run `pgwal resnapshot --all` to read every table again."
         )
-    ended = Snapshot.parse(catalog.running_transactions(conn))
     found = looks(conn, settings.publication)
     for table, reason in record_tables(ledger, conn, found, published.skipped).items():
         warn(f"Table {table}: {reason}.")
-    return Attached(identity.server_version, state, found, dict(published.skipped), ended)
+    return Attached(identity.server_version, state, found, dict(published.skipped))
 
 
 def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> None:

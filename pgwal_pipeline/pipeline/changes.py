@@ -86,7 +86,8 @@ def rewritten(before: Storage, now: Storage, truncated: Collection[int], has_end
     """Why rows changed that no message told of, None if none did; and the storage with the files as far as they are accounted for.
 
     `truncated` are the transactions (32 bits) whose TRUNCATE of the table the stream told of; a new file that was made by one of them is
-    accounted for. One of a transaction that had not ended (`has_ended`) when the stream's end was chosen is left for the next look.
+    accounted for. One of a transaction that had not ended (`has_ended`) when the stream's end was chosen is left for the next look; a
+    TRUNCATE that committed between the two is taken for a rewrite, and the table read again for nothing.
     """
     reason = None
     old = {file.oid: file for file in before.files}

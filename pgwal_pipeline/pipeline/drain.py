@@ -29,6 +29,7 @@ from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.relation import Relation, TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.xid import Snapshot
 
 _CONFIRM_TIMEOUT = 10.0  # seconds for the server to take a confirmation
 _ANSWER_EVERY = 0.5  # seconds between looks at whether the server wants an answer
@@ -76,13 +77,16 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
         frontier = ledger.frontier()
         assert frontier is not None
         end = catalog.flush_lsn(conn) if end_lsn is None else end_lsn
+        ended = Snapshot.parse(catalog.running_transactions(conn))
         lag_before = slot.lag(conn, settings.slot)
         if end > frontier or attached.slot.confirmed_flush_lsn < frontier:
             started = time.perf_counter()
             stream = stack.enter_context(
                 ReplicationStream.open(settings.dsn, settings.slot, settings.publication, frontier, server_version=attached.server_version)
             )
-            window = _drain_window(settings, ledger, conn, attached, stream, frontier, end, warn, progress) if end > frontier else None
+            window = (
+                _drain_window(settings, ledger, conn, attached, ended, stream, frontier, end, warn, progress) if end > frontier else None
+            )
             failpoints.hit("drain.before_confirm")
             stream.confirm(max(end, frontier))
             _await_confirmation(conn, settings.slot, max(end, frontier))
@@ -119,6 +123,7 @@ def _drain_window(
     ledger: Ledger,
     conn: psycopg.Connection[Any],
     attached: Attached,
+    ended: Snapshot,
     stream: ReplicationStream,
     start: int,
     end: int,
@@ -136,7 +141,7 @@ def _drain_window(
         progress=progress,
     )
     failpoints.hit("drain.after_files")
-    streamed = Streamed({relation.oid: relation for relation in read.relations}, read.truncated, attached.ended)
+    streamed = Streamed({relation.oid: relation for relation in read.relations}, read.truncated, ended)
     found = looks(conn, settings.publication)
     again = review_tables(ledger, attached.tables, found, streamed, next_xid(conn), rewrites=settings.on_rewrite == "resnapshot")
     for table, reason in again.items():

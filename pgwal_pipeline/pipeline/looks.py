@@ -25,7 +25,7 @@ Connection = psycopg.Connection[Any]
 class Streamed:
     """What a pass over the stream told of the tables, by their oids: how they looked last, and the transactions that truncated them.
 
-    `ended` are the transactions that had ended before the pass's end was chosen, so that whatever they did is in it.
+    `ended` has every transaction that committed before the pass's end, and maybe some that committed just after it.
     """
 
     relations: Mapping[int, Relation]
