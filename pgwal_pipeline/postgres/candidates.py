@@ -168,6 +168,11 @@ def _reason(row: _Row, leaves: list[_Row], role: str, server_version: int) -> st
         reason = _own_reason(leaf, server_version) or _leaf_reason(row, leaf)
         if reason is not None:
             return f"partition {leaf.table}: {reason}"
+    if row.kind == "p" and not row.primary_key:
+        return (
+            "partitioned without a primary key: a partition made later would have no usable replica identity, so that its UPDATE and "
+            f"DELETE would fail; ALTER TABLE {row.table} ADD PRIMARY KEY (…) mends it"
+        )
     return None
 
 

@@ -173,6 +173,9 @@ def test_partitions(conn: Connection, source_matrix: Source) -> None:
     source.sql("create table keyless (id int) partition by range (id)")
     source.sql("create table keyed_leaf partition of keyless (primary key (id)) for values from (0) to (10)")
     assert "no primary key" in (reasons(conn)["public.keyless"] or "")
+    # Neither the identity of the root nor that of the partitions there are goes to those that come.
+    source.sql("alter table keyless replica identity full; alter table keyed_leaf replica identity full")
+    assert "partitioned without a primary key" in (reasons(conn)["public.keyless"] or "")
 
 
 def test_a_foreign_table_is_left_out_as_a_partition_too(conn: Connection, source_matrix: Source) -> None:
