@@ -18,7 +18,7 @@ from pgwal_pipeline.lake.session import spark_session
 from pgwal_pipeline.local.connect import ConnectServer
 from pgwal_pipeline.local.postgres import Installation, Postgres, default_installation, servers
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline_tests.support import Source, fresh_source, start_server
+from pgwal_pipeline_tests.support import DockerServer, Source, docker_refusal, fresh_source, start_server
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -31,6 +31,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _MATRIX = [pytest.param(found, id=f"pg{found.version}", marks=pytest.mark.matrix) for found in servers()]
+_MATRIX += [pytest.param(version, id=f"docker{version}", marks=[pytest.mark.matrix, pytest.mark.docker]) for version in range(14, 19)]
 
 
 def pytest_configure() -> None:
@@ -66,13 +67,21 @@ def source(postgres: Postgres) -> Iterator[Source]:
 
 
 @pytest.fixture(scope="session", params=_MATRIX)
-def postgres_matrix(request: pytest.FixtureRequest, _server_of: Callable[[Installation], Postgres]) -> Postgres:
-    """A server of each major version at hand, one after the other."""
-    return _server_of(request.param)
+def postgres_matrix(request: pytest.FixtureRequest, _server_of: Callable[[Installation], Postgres]) -> Iterator[Postgres | DockerServer]:
+    """A server of each major version at hand, one after the other, then the official images where Docker is."""
+    if isinstance(request.param, Installation):
+        yield _server_of(request.param)
+        return
+    refusal = docker_refusal(request.param)
+    if refusal is not None:
+        pytest.skip(refusal)
+    server = DockerServer(request.param)
+    yield server
+    server.destroy()
 
 
 @pytest.fixture
-def source_matrix(postgres_matrix: Postgres) -> Iterator[Source]:
+def source_matrix(postgres_matrix: Postgres | DockerServer) -> Iterator[Source]:
     """A fresh database on each major version at hand, one after the other."""
     with fresh_source(postgres_matrix) as fresh:
         yield fresh

@@ -31,11 +31,58 @@ TEST_SETTINGS: Mapping[str, str] = {
 _PLACES = (("local", ""), ("host", "127.0.0.1/32"))
 
 
+class DockerServer:
+    """A server of an official image, with what of `Postgres` the tests of the matrix use. Any role may log in without a password."""
+
+    def __init__(self, version: int) -> None:
+        from testcontainers.postgres import PostgresContainer
+
+        self.installation = Installed(version)
+        self.running = True
+        settings = [part for name, value in {**TEST_SETTINGS, "wal_level": "logical"}.items() for part in ("-c", f"{name}={value}")]
+        self._container = PostgresContainer(f"postgres:{version}", username="postgres", password="postgres", dbname="postgres", driver=None)
+        self._container.with_env("POSTGRES_HOST_AUTH_METHOD", "trust").with_command(["postgres", *settings])
+        self._container.start()
+
+    def dsn(self, database: str = "postgres", user: str = "postgres", *, password: str | None = None) -> str:
+        """As `Postgres.dsn`."""
+        host, port = self._container.get_container_host_ip(), self._container.get_exposed_port(5432)
+        secret = {"password": password} if password else {}
+        return make_conninfo(host=host, port=str(port), dbname=database, user=user, **secret)
+
+    def destroy(self) -> None:
+        """Remove the container."""
+        self._container.stop()
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A server's major version, as `Installation.version` has it."""
+
+    version: int
+
+
+def docker_refusal(version: int) -> str | None:
+    """Why no server of the image `postgres:<version>` can be run here, None where one can."""
+    import docker
+    from docker.errors import DockerException, ImageNotFound
+
+    try:
+        client = docker.from_env(timeout=10)
+        try:
+            client.images.get(f"postgres:{version}")
+        except ImageNotFound:
+            client.images.pull("postgres", tag=str(version))
+    except (DockerException, OSError) as error:
+        return f"no Docker engine with postgres:{version} can be reached: {str(error).splitlines()[0][:120]}"
+    return None
+
+
 @dataclass
 class Source:
     """A database to work in. `sql` runs on one autocommit connection that is kept; `connect` opens more."""
 
-    server: Postgres
+    server: Any
     database: str
     dsn: str
     _connections: list[psycopg.Connection[Any]] = field(default_factory=list)
@@ -79,7 +126,7 @@ def start_server(data_dir: Path, installation: Installation | None = None, setti
 
 
 @contextlib.contextmanager
-def fresh_source(server: Postgres) -> Iterator[Source]:
+def fresh_source(server: Postgres | DockerServer) -> Iterator[Source]:
     """A new database on `server`; its slots and itself are dropped at the end."""
     name = f"test_{uuid.uuid4().hex[:12]}"
     with psycopg.connect(server.dsn(), autocommit=True) as admin:
@@ -89,12 +136,12 @@ def fresh_source(server: Postgres) -> Iterator[Source]:
         yield source
     finally:
         source.close()
-        if not server.running:
+        if isinstance(server, Postgres) and not server.running:
             server.start()
         drop_database(server, name)
 
 
-def drop_database(server: Postgres, name: str) -> None:
+def drop_database(server: Postgres | DockerServer, name: str) -> None:
     """Drop a database with its slots, whoever holds them."""
     with psycopg.connect(server.dsn(), autocommit=True) as admin:
         admin.execute("select pg_terminate_backend(pid) from pg_stat_activity where datname = %s and pid <> pg_backend_pid()", [name])

@@ -341,9 +341,10 @@ def _transactions(source: _Source) -> Check:
 _LOOKS: tuple[tuple[str, Callable[[_Source], Check | None]], ...] = (
     ("wal_level", _wal_level),
     ("standby", _standby),
-    ("replication", _replication),
     ("max_replication_slots", _slots),
     ("max_wal_senders", _walsenders),
+    # After these: it takes a walsender for a moment, and that may still be seen a moment later.
+    ("replication", _replication),
     ("publication", _publication),
     ("tables", _tables),
     ("select", _select),
