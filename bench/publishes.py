@@ -78,7 +78,9 @@ def _change(dsn: str, rows: int, changed: int, number: int) -> None:
 def _newest_rows(dsn: str, spark: "SparkSession", path: Path, number: int) -> str:
     """The rows that round `number` changed, as a Delta table: what the merge by hand is given, with nothing left for it to work out."""
     path.mkdir()
-    statement = f"COPY (SELECT * FROM {_TABLE} WHERE quantity = -{number + 1}) TO STDOUT (FORMAT csv)".encode()
+    # A boolean as Spark's CSV reader knows it.
+    columns = "id, customer, status, amount, quantity, note, score, active::text, day, changed_at"
+    statement = f"COPY (SELECT {columns} FROM {_TABLE} WHERE quantity = -{number + 1}) TO STDOUT (FORMAT csv)".encode()
     with psycopg.connect(dsn) as conn, conn.cursor().copy(statement) as copy, (path / "rows.csv").open("wb") as file:
         for block in copy:
             file.write(block)

@@ -1,14 +1,18 @@
 """Every kind of table: keys of many types, odd names, partitions, inheritance, generated columns, column lists and row filters."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import polars as pl
+import psycopg
 import pytest
 
 from pgwal_pipeline.relation import TableName, quote_ident
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipeline.test_values import exact, value_and_text
 from pgwal_pipeline_tests.support import Source
 
 # Type of the key: its values, some of them equal for Postgres though they are written differently.
@@ -54,7 +58,10 @@ def _literal(value: str) -> str:
 
 @pytest.mark.timeout(900)
 def test_keys_of_many_types(source: Source, pipeline: Pipeline) -> None:
-    source.sql("CREATE COLLATION folded (provider = icu, locale = 'und-u-ks-level2', deterministic = false)")
+    try:
+        source.sql("CREATE COLLATION folded (provider = icu, locale = 'und-u-ks-level2', deterministic = false)")
+    except psycopg.errors.FeatureNotSupported:  # a server built without ICU has no collation that calls different strings equal
+        source.sql('CREATE COLLATION folded FROM "C"')
     tables = {f"key_{number}": kind for number, kind in enumerate(KEYS)}
     for seed, (table, kind) in enumerate(tables.items()):
         source.sql(f"CREATE TABLE {table} (k {kind} PRIMARY KEY, v int)")
@@ -73,7 +80,16 @@ def test_keys_of_many_types(source: Source, pipeline: Pipeline) -> None:
     )
     source.sql("UPDATE pairs SET a = 'moved', b = b + 100 WHERE b % 2 = 0")
     pipeline.sync()
-    pipeline.assert_current(*(f"public.{table}" for table in tables), "public.swapped", "public.pairs")
+    pipeline.assert_current("public.swapped", "public.pairs")
+    publish = pipeline.ledger.publish()
+    assert publish is not None
+    source.sql("SET TimeZone = 'UTC'")
+    for table, kind in tables.items():
+        wanted = source.sql(f"SELECT {value_and_text(kind, 'k', is_list=False)}, v FROM {table}")
+        pointer = publish.tables[TableName("public", table)]
+        rows = pl.scan_delta(pointer.path, version=pointer.version).collect().to_dicts()
+        found = [(row["k"], dict(row["_pgwal_text"] or {}).get("k"), row["v"]) for row in rows]
+        assert Counter(tuple(map(exact, row)) for row in wanted) == Counter(tuple(map(exact, row)) for row in found), kind
 
 
 @pytest.mark.timeout(900)
@@ -81,7 +97,9 @@ def test_names_with_anything_in_them(source: Source, pipeline: Pipeline) -> None
     source.sql('CREATE SCHEMA "S p.a"')
     tables = [TableName("public", name) for name in NAMES] + [TableName("S p.a", "Case"), TableName("S p.a", "t")]
     for table in tables:
-        column = quote_ident(table.name) if table.name.lower() not in ("case", "id") else "c"
+        # Readers but Spark do not know column mapping, which some characters need.
+        mapped = set(" ,;{}()\n\t=") & set(table.name)
+        column = "c" if mapped or table.name.lower() in ("case", "id") else quote_ident(table.name)
         source.sql(f"CREATE TABLE {table} (id int PRIMARY KEY, {column} text)")
         source.sql(f"INSERT INTO {table} VALUES (1, {_literal(table.name)}), (2, NULL)")
     pipeline.sync()
@@ -152,9 +170,8 @@ def test_column_lists_and_row_filters_of_a_publication_of_the_users(
     pipeline = make_pipeline(publication="theirs")
     pipeline.spark = lambda: spark
     pipeline.sync()
-    source.sql(
-        "UPDATE t SET id = id + 1 WHERE id IN (4, 20); UPDATE t SET id = 40 WHERE id = 7; INSERT INTO t VALUES (50, 50, 'x'), (51, 51, 'x')"
-    )
+    source.sql("UPDATE t SET id = id + 101 WHERE id IN (4, 20); UPDATE t SET id = 42 WHERE id = 8; UPDATE t SET id = 40 WHERE id = 7")
+    source.sql("INSERT INTO t VALUES (50, 50, 'x'), (51, 51, 'x')")
     pipeline.sync()
     source.sql("CREATE VIEW published AS SELECT id, a FROM t WHERE id % 2 = 0")
     source.sql("CREATE TABLE expected AS SELECT * FROM published")

@@ -97,7 +97,7 @@ def _typed(kind: str, value: str) -> str:
     return f"CASE WHEN {value} IS DISTINCT FROM NULL THEN format('%s', {value}) END"
 
 
-def _columns(kind: str, column: str, *, is_list: bool) -> str:
+def value_and_text(kind: str, column: str, *, is_list: bool) -> str:
     """Two columns: the value where it fits, Postgres's text where it does not."""
     if is_list:
         # Not unnest, which makes columns of a composite's parts.
@@ -112,13 +112,13 @@ def _columns(kind: str, column: str, *, is_list: bool) -> str:
     return f"{value}, CASE WHEN NOT ({fits}) THEN format('%s', {column}) END"
 
 
-def _exact(value: Any) -> Any:
+def exact(value: Any) -> Any:
     if isinstance(value, float):
         return "NaN" if math.isnan(value) else (value, math.copysign(1, value))
     if isinstance(value, Decimal):
         return value.normalize()
     if isinstance(value, list):
-        return tuple(map(_exact, value))
+        return tuple(map(exact, value))
     if isinstance(value, datetime):
         return value.replace(tzinfo=None)
     return bytes(value) if isinstance(value, memoryview) else value
@@ -131,7 +131,7 @@ def _lake(pipeline: Pipeline, table: str, columns: Sequence[str]) -> dict[int, t
     rows = pl.scan_delta(pointer.path, version=pointer.version).collect().to_dicts()
     texts = [dict(row["_pgwal_text"] or {}) for row in rows]
     return {
-        row["id"]: tuple(part for column in columns for part in (_exact(row[column]), text.get(column)))
+        row["id"]: tuple(part for column in columns for part in (exact(row[column]), text.get(column)))
         for row, text in zip(rows, texts, strict=True)
     }
 
@@ -179,11 +179,11 @@ def _insert(source: Source, kinds: Sequence[str], first: int) -> None:
 
 def _source(source: Source, table: str, kinds: Sequence[str], columns: Sequence[str]) -> dict[int, tuple[Any, ...]]:
     """The rows of `table` as the lake should have them: for each column its value, then its text where it does not fit."""
-    wanted = ", ".join(_columns(kind, column, is_list=table == "lists") for kind, column in zip(kinds, columns, strict=True))
+    wanted = ", ".join(value_and_text(kind, column, is_list=table == "lists") for kind, column in zip(kinds, columns, strict=True))
     with source.connect() as conn:
         conn.execute("SET TimeZone = 'UTC'")
         rows = conn.execute(f"SELECT id, {wanted} FROM {table}".encode()).fetchall()
-    return {row[0]: tuple(map(_exact, row[1:])) for row in rows}
+    return {row[0]: tuple(map(exact, row[1:])) for row in rows}
 
 
 @pytest.mark.timeout(900)
