@@ -64,7 +64,7 @@ class SnapshotWriter:
         """Write the rows of one attempt at a chunk, which have the source's columns and `_pgwal_text`, and commit them as one.
 
         The pieces share one schema and are taken one by one; at most about 64 MB of them are held. On a failure nothing is committed.
-        Raises LakeError where the lake cannot be written.
+        Raises TableError where the snapshot table has a column with another type, LakeError where the lake cannot be written.
         """
         chunk = _ChunkFiles(self._lake, self._folder, f"{self._folder}/{GENERATION}={self._generation}", attempt)
         try:

@@ -182,6 +182,4 @@ def _columns(relation: Relation | None) -> set[tuple[str, str]]:
 
 def next_xid(conn: Connection) -> int:
     """The first transaction id (64 bits) that no transaction has had yet."""
-    row = conn.execute("SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint").fetchone()
-    assert row is not None
-    return int(row[0])
+    return Snapshot.parse(catalog.running_transactions(conn)).high

@@ -132,7 +132,7 @@ def resolve_types(conn: Connection, pairs: Iterable[tuple[int, int]]) -> dict[tu
     asked = set(pairs)
     if not asked:
         return {}
-    rows = _all(
+    rows = fetch(
         conn,
         """WITH RECURSIVE needed (oid, typmod) AS (
                SELECT * FROM unnest(%s::oid[], %s::int4[])
@@ -165,7 +165,7 @@ def resolve_types(conn: Connection, pairs: Iterable[tuple[int, int]]) -> dict[tu
 
 def primary_key(conn: Connection, oid: int) -> tuple[str, ...]:
     """The columns of the table's primary key in its index's order; empty without one, and for a deferrable one."""
-    row = _all(conn, f"SELECT {PRIMARY_KEY_SQL} FROM pg_catalog.pg_class c WHERE c.oid = %s", oid)
+    row = fetch(conn, f"SELECT {PRIMARY_KEY_SQL} FROM pg_catalog.pg_class c WHERE c.oid = %s", oid)
     return tuple(row[0][0] or ()) if row else ()
 
 
@@ -185,7 +185,7 @@ def published_tables(conn: Connection, publication: str) -> list[PublishedTable]
     row_filter = "p.rowfilter" if version >= 150000 else "NULL::text"
     # From 18 on the view lists generated columns that are published; before that none is, but 15 lists them.
     generated = "true" if version >= 180000 else "a.attgenerated = ''"
-    rows = _all(
+    rows = fetch(
         conn,
         f"""SELECT c.oid, n.nspname::text, c.relname::text, c.relreplident::text, p.row_filter, {PRIMARY_KEY_SQL}, {IDENTITY_INDEX_SQL},
                 a.names, a.types, a.typmods, a.nullables
@@ -205,7 +205,7 @@ def published_tables(conn: Connection, publication: str) -> list[PublishedTable]
             ORDER BY n.nspname, c.relname""",
         publication,
     )
-    if not rows and not _all(conn, "SELECT FROM pg_catalog.pg_publication WHERE pubname = %s", publication):
+    if not rows and not fetch(conn, "SELECT FROM pg_catalog.pg_publication WHERE pubname = %s", publication):
         raise SourceRefused(f"There is no publication {publication} on the source; name an existing one in PGWAL_PUBLICATION.")
     types = resolve_types(conn, {pair for row in rows for pair in zip(row[8] or (), row[9] or (), strict=True)})
     tables = []
@@ -226,7 +226,7 @@ def describe(conn: Connection, message: StreamedRelation) -> Relation:
     catalog adds which columns are the primary key and which may be null. A column that it no longer knows may be null.
     """
     types = resolve_types(conn, {(column.type_oid, column.typmod) for column in message.columns})
-    rows = _all(
+    rows = fetch(
         conn,
         f"""SELECT {PRIMARY_KEY_SQL}, {IDENTITY_INDEX_SQL},
                 (SELECT pg_catalog.array_agg(a.attname::text) FROM pg_catalog.pg_attribute a
@@ -258,7 +258,8 @@ def _relation(
     return Relation(oid, table, cast(ReplicaIdentity, identity), columns, key)
 
 
-def _all(conn: Connection, query: str, *values: object) -> list[tuple[Any, ...]]:
+def fetch(conn: Connection, query: str, *values: object) -> list[tuple[Any, ...]]:
+    """The rows of a query of the catalog; `%s` stand for `values`. Raises what `dsn.translate` makes of an error of the server's."""
     try:
         return conn.execute(query.encode(), values or None).fetchall()
     except psycopg.Error as error:
@@ -266,4 +267,4 @@ def _all(conn: Connection, query: str, *values: object) -> list[tuple[Any, ...]]
 
 
 def _one(conn: Connection, query: str) -> tuple[Any, ...]:
-    return _all(conn, query)[0]
+    return fetch(conn, query)[0]

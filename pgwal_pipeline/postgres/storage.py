@@ -5,15 +5,10 @@ a rewrite, a partition that came with rows in it: all of them show here, and onl
 """
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-import psycopg
-
-from pgwal_pipeline.postgres.dsn import translate
-
-Connection = psycopg.Connection[tuple[Any, ...]]
+from pgwal_pipeline.postgres.catalog import Connection, fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +41,11 @@ class StoredFile:
 class Storage:
     """How a table is stored and published.
 
-    `width` is the highest column number ever given. `membership` are the ids of what puts the table into the publication, and the
-    transaction that last altered the publication: where they differ, changes may have gone by unpublished.
+    `membership` are the ids of what puts the table into the publication, and the transaction that last altered the publication: where they
+    differ, changes may have gone by unpublished.
     """
 
     columns: tuple[StoredColumn, ...]
-    width: int
     files: tuple[StoredFile, ...]
     membership: tuple[int, ...]
 
@@ -59,13 +53,13 @@ class Storage:
         """As compact JSON."""
         columns = [[column.number, column.name, column.type_oid, column.default_of_old] for column in self.columns]
         files = [[file.oid, file.node, file.xid, file.attached] for file in self.files]
-        return json.dumps([columns, self.width, files, self.membership], ensure_ascii=False, separators=(",", ":"))
+        return json.dumps([columns, files, self.membership], ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> "Storage":
         """What `to_json` wrote."""
-        columns, width, files, membership = json.loads(text)
-        return cls(tuple(StoredColumn(*column) for column in columns), width, tuple(StoredFile(*file) for file in files), tuple(membership))
+        columns, files, membership = json.loads(text)
+        return cls(tuple(StoredColumn(*column) for column in columns), tuple(StoredFile(*file) for file in files), tuple(membership))
 
 
 def storages(conn: Connection, publication: str, oids: Collection[int]) -> dict[int, Storage]:
@@ -80,9 +74,9 @@ def storages(conn: Connection, publication: str, oids: Collection[int]) -> dict[
         if conn.info.server_version >= 150000
         else ""
     )
-    rows = _all(
+    rows = fetch(
         conn,
-        f"""SELECT c.oid::int8, c.relnatts,
+        f"""SELECT c.oid::int8,
                (SELECT pg_catalog.json_agg(pg_catalog.json_build_array(a.attnum, a.attname, a.atttypid::int8, a.atthasmissing OR EXISTS (
                     SELECT FROM pg_catalog.pg_partition_tree(c.oid) leaf JOIN pg_catalog.pg_attribute la ON la.attrelid = leaf.relid
                     WHERE c.relkind = 'p' AND la.attname = a.attname AND la.atthasmissing)) ORDER BY a.attnum)
@@ -110,16 +104,8 @@ def storages(conn: Connection, publication: str, oids: Collection[int]) -> dict[
     return {
         oid: Storage(
             columns=tuple(StoredColumn(*column) for column in columns or ()),
-            width=width,
             files=tuple(StoredFile(*file) for file in files or ()),
             membership=(publication_oid, publication_xid, *(ids or ())),
         )
-        for oid, width, columns, files, ids, publication_oid, publication_xid in rows
+        for oid, columns, files, ids, publication_oid, publication_xid in rows
     }
-
-
-def _all(conn: Connection, query: str, *values: object) -> Iterable[tuple[Any, ...]]:
-    try:
-        return conn.execute(query.encode(), values or None).fetchall()
-    except psycopg.Error as error:
-        raise translate(error, "reading the catalog") from error
