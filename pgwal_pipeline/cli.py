@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from pgwal_pipeline.printable import printable
+
 if TYPE_CHECKING:
     from pgwal_pipeline.pipeline.reports import RunReport
     from pgwal_pipeline.relation import TableName
@@ -92,7 +94,7 @@ def _watch_signals() -> list[signal.Signals]:
 
 
 def _fail(sentence: str, code: int) -> NoReturn:
-    click.echo(f"pgwal: {sentence}", err=True)
+    click.echo(f"pgwal: {printable(sentence)}", err=True)
     # The run's threads and the JVM must not keep a failed command alive.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -118,7 +120,7 @@ def _answer(as_json: bool, answer: dict[str, Any], lines: Callable[[], Iterator[
         click.echo(json.dumps(answer))
     else:
         for line in lines():
-            click.echo(line)
+            click.echo(printable(line))
 
 
 def _settings() -> "Settings":
@@ -151,6 +153,8 @@ def _run(as_json: bool, work: "Callable[[Settings], RunReport]") -> None:
         tables = ", ".join(report.errors)
         reasons = " ".join(report.errors.values())
         _fail(f"{tables} could not be published, the other tables were: {reasons}", 1)
+    if report.unread:
+        _fail(f"{', '.join(report.unread)} could not be read yet, the rest was done: {next(iter(report.unread.values()))}", 1)
 
 
 def _report_lines(answer: dict[str, Any]) -> Iterator[str]:

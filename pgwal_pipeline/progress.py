@@ -16,6 +16,8 @@ from typing import Protocol, Self, TextIO
 import rich.progress
 from rich.console import Console
 
+from pgwal_pipeline.printable import printable
+
 _QUIET_SECONDS = 10.0  # between two lines about one stage, where lines stay
 
 
@@ -43,6 +45,32 @@ class Silent:
 
     def say(self, text: str) -> None:
         """Show nothing."""
+
+
+class Noted:
+    """Shows everything to another watcher and keeps the warnings, each once: `warnings`."""
+
+    def __init__(self, watcher: Progress) -> None:
+        self._watcher = watcher
+        self._warnings: dict[str, None] = {}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The warnings so far, in their order."""
+        return tuple(self._warnings)
+
+    def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
+        """Pass it on."""
+        self._watcher.stage(name, done, total, unit)
+
+    def warn(self, text: str) -> None:
+        """Keep it and pass it on."""
+        self._warnings[text] = None
+        self._watcher.warn(text)
+
+    def say(self, text: str) -> None:
+        """Pass it on."""
+        self._watcher.say(text)
 
 
 class Several:
@@ -84,6 +112,35 @@ def _size(count: int) -> str:
     return f"{value:.1f} TB"
 
 
+class _Pace:
+    """How quickly each stage goes on, and how long it will take at that pace."""
+
+    def __init__(self) -> None:
+        self._began: dict[str, tuple[float, int]] = {}
+        self._lock = threading.Lock()
+
+    def text(self, name: str, done: int, total: int | None, unit: str) -> str:
+        """`, 310,000 rows/s, 12 s left`; empty where nothing can be said yet."""
+        now = time.monotonic()
+        with self._lock:
+            began, first = self._began.setdefault(name, (now, done))
+            if done < first:  # begun anew
+                began, first = self._began[name] = now, done
+        elapsed, came = now - began, done - first
+        if elapsed < 1.0 or came <= 0:
+            return ""
+        rate = came / elapsed
+        left = f", {_duration((total - done) / rate)} left" if total is not None and total > done else ""
+        speed = _size(round(rate)) if unit.split(" ")[0] == "bytes" else f"{rate:,.0f} {unit.split(' ')[0]}"
+        return f", {speed}/s{left}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 class _Throttle:
     """Lets a line about a stage through when the stage begins, then every `seconds`, and when it ends."""
 
@@ -114,15 +171,15 @@ class DagsterLog:
     def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
         """Log the stage, if it is due."""
         if self._throttle.lets_through(name, complete=total is not None and done >= total):
-            self._log.info("%s: %s", name, _amount(done, total, unit))
+            self._log.info("%s: %s", printable(name), _amount(done, total, unit))
 
     def warn(self, text: str) -> None:
         """Log a warning."""
-        self._log.warning(text)
+        self._log.warning(printable(text))
 
     def say(self, text: str) -> None:
         """Log a line."""
-        self._log.info(text)
+        self._log.info(printable(text))
 
 
 class Terminal:
@@ -134,14 +191,15 @@ class Terminal:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._console = Console(file=stream or sys.stderr, soft_wrap=True, highlight=False)
         self._throttle = _Throttle(_QUIET_SECONDS)
+        self._pace = _Pace()
         self._tasks: dict[str, rich.progress.TaskID] = {}
         self._lock = threading.Lock()
         self._bars = (
             rich.progress.Progress(
                 rich.progress.SpinnerColumn(finished_text="✓"),
-                rich.progress.TextColumn("{task.description}"),
+                rich.progress.TextColumn("{task.description}", markup=False),
                 rich.progress.BarColumn(),
-                rich.progress.TextColumn("{task.fields[amount]}"),
+                rich.progress.TextColumn("{task.fields[amount]}", markup=False),
                 rich.progress.TimeElapsedColumn(),
                 console=self._console,
             )
@@ -160,7 +218,7 @@ class Terminal:
 
     def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
         """Move the stage's bar, or print a line if one is due."""
-        amount = _amount(done, total, unit)
+        amount = _amount(done, total, unit) + self._pace.text(name, done, total, unit)
         if self._bars is None:
             if self._throttle.lets_through(name, complete=total is not None and done >= total):
                 self._print(f"{name}: {amount}")
@@ -168,7 +226,7 @@ class Terminal:
         with self._lock:
             task = self._tasks.get(name)
             if task is None:
-                self._tasks[name] = self._bars.add_task(name, total=total, completed=done, amount=amount)
+                self._tasks[name] = self._bars.add_task(printable(name), total=total, completed=done, amount=amount)
             else:
                 self._bars.update(task, total=total, completed=done, amount=amount)
 
@@ -181,7 +239,7 @@ class Terminal:
         self._print(text)
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, markup=False)
+        self._console.print(printable(text), style=style, markup=False, emoji=False)
 
 
 _ambient: ContextVar[Progress | None] = ContextVar("pgwal_progress", default=None)

@@ -3,7 +3,9 @@
 import contextvars
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from importlib.resources import files
@@ -54,7 +56,7 @@ def sync(settings: Settings) -> RunReport:
             if snapshots.needed(settings):
                 parts += [_read_again(settings), *_snapshot_beside_drains(settings, run, {})]
             parts += _drain(settings, run, "sync")
-            if not snapshots.needed(settings):
+            if not snapshots.needed(settings) or RunReport.join(parts).unread:
                 break
         return RunReport.join(parts)
 
@@ -105,13 +107,22 @@ def _drain(settings: Settings, run: "_Runner", job: str) -> list[Part]:
 
 
 def _snapshot_beside_drains(settings: Settings, run: "_Runner", config: Mapping[str, Any]) -> list[Part]:
-    """Read what needs reading; whenever the stream gets long meanwhile, drain it, so that the slot keeps no more WAL than usual."""
+    """Read what needs reading; whenever the stream gets long meanwhile, drain it, so that the slot keeps no more WAL than usual.
+
+    Tables that are published already are brought up to date with it, or when their last publish is older than PGWAL_MAX_STALENESS.
+    """
+    ledger = Ledger(Lake(settings.lake))
     drained: list[Part] = []
     with ThreadPoolExecutor(1, "pgwal-snapshot") as pool:
         reading = pool.submit(contextvars.copy_context().run, run, "snapshot", config=config)
+        began = time.monotonic()
         while not wait([reading], _LOOK_EVERY).done:
-            if lag(settings).lag_bytes >= settings.lag_threshold:
-                drained += _drain(settings, run, "drain")
+            published = any(state.published is not None for state in ledger.tables().values())
+            behind = lag(settings).lag_bytes
+            stale = published and behind > 0 and time.monotonic() - began >= settings.max_staleness
+            if behind >= settings.lag_threshold or stale:
+                drained += _drain(settings, run, "sync" if published else "drain")
+                began = time.monotonic()
         return drained + reading.result()
 
 
@@ -125,28 +136,40 @@ class _Runner:
     def __call__(self, job_name: str, target: int | None = None, config: Mapping[str, Any] | None = None) -> list[Part]:
         """Run a job to its end, for the window that ends at `target` where it is given; the reports its steps left, in their order.
 
-        Raises the PgwalError that ended the run.
+        Raises the PgwalError that ended the run, unless its last step left a report of what it could not do.
         """
         job = self._definitions.resolve_job_def(job_name)
         key = None if target is None else window_key(target)
         if key is not None and isinstance(job.partitions_def, dg.DynamicPartitionsDefinition) and job.partitions_def.name is not None:
             self._instance.add_dynamic_partitions(job.partitions_def.name, [key])
         ops = {"ops": {self._op(job, job_name): {"config": dict(config)}}} if config else {}
+        run_id = str(uuid.uuid4())
         try:
-            result = job.execute_in_process(run_config={**_QUIET, **ops}, instance=self._instance, partition_key=key, tags=process_tags())
+            result = job.execute_in_process(
+                run_config={**_QUIET, **ops}, instance=self._instance, partition_key=key, tags=process_tags(), run_id=run_id
+            )
         except Exception as error:
+            logged = (entry.dagster_event for entry in self._instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_OBSERVATION))
+            parts = _parts(event for event in logged if event is not None)
+            if any(part.get("unread") for part in parts):
+                return parts
             raise _cause(error) from error
-        return [
-            metadata[REPORT].value  # pyright: ignore[reportReturnType]
-            for event in result.all_events
-            if event.is_asset_observation and REPORT in (metadata := event.asset_observation_data.asset_observation.metadata)
-        ]
+        return _parts(result.all_events)
 
     @staticmethod
     def _op(job: dg.JobDefinition, job_name: str) -> str:
         """The op that takes the job's config: it has another name while no table is known."""
         wanted = _CONFIGURED[job_name]
         return wanted if job.has_node_named(wanted) else job.nodes[0].name
+
+
+def _parts(events: Iterable[dg.DagsterEvent]) -> list[Part]:
+    """The reports that the steps of a run left."""
+    return [
+        metadata[REPORT].value  # pyright: ignore[reportReturnType]
+        for event in events
+        if event.is_asset_observation and REPORT in (metadata := event.asset_observation_data.asset_observation.metadata)
+    ]
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -39,6 +39,11 @@ def pytest_configure() -> None:
     os.environ["SPARK_SUBMIT_OPTS"] = f"{os.environ.get('SPARK_SUBMIT_OPTS', '')} {_QUICK_JAVA}".strip()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest: at the end it would keep one process while the others have nothing left."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(scope="session")
 def _server_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Installation], Postgres]]:
     running: dict[int, Postgres] = {}

@@ -55,6 +55,7 @@ def commands(source: Source, tmp_path: Path) -> Commands:
     return Commands(tmp_path, source.dsn)
 
 
+@pytest.mark.long
 def test_the_main_job_from_nothing(source: Source, commands: Commands, request: pytest.FixtureRequest) -> None:
     source.sql('CREATE TABLE "Order Lines" (id int, line int, price numeric(8, 2), PRIMARY KEY (id, line))')
     source.sql("CREATE TABLE nokey (a int)")

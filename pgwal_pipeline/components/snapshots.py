@@ -8,7 +8,8 @@ from pydantic import Field
 from pgwal_pipeline import progress
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, op_safe, slot_of
-from pgwal_pipeline.pipeline.reports import SnapshotReport, snapshots_json
+from pgwal_pipeline.errors import BlockedByTransaction
+from pgwal_pipeline.pipeline.reports import SnapshotReport, SnapshotsReport
 from pgwal_pipeline.relation import TableName
 
 
@@ -33,8 +34,10 @@ def build_snapshots(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
             required_resource_keys={source.slot_key},
         )
         def snapshot_unknown(context: dg.OpExecutionContext, config: SnapshotConfig) -> None:
-            for report in _snapshot(context, source, _parsed(config.tables)):
+            done = _snapshot(context, source, _parsed(config.tables))
+            for report in done.tables:
                 context.log_event(dg.AssetMaterialization(source.names.snapshot(report.table), metadata=_metadata(report)))
+            _require_all_begun(context, source, done)
 
         return snapshot_unknown
 
@@ -52,12 +55,14 @@ def build_snapshots(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
         chosen = [known.table for known in source.tables if source.names.snapshot(known.table) in context.selected_asset_keys]
         if not tables and len(chosen) < len(source.tables):
             tables = tuple(chosen)
-        for report in _snapshot(context, source, tables):
+        done = _snapshot(context, source, tables)
+        for report in done.tables:
             key = source.names.snapshot(report.table)
             if key in context.selected_asset_keys:
                 yield dg.MaterializeResult(asset_key=key, metadata=_metadata(report))
             else:
                 context.log_event(dg.AssetMaterialization(key, metadata=_metadata(report)))
+        _require_all_begun(context, source, done)
 
     return take_snapshots.with_attributes(asset_key_replacements=real_keys) if real_keys else take_snapshots
 
@@ -69,25 +74,32 @@ def _parsed(names: list[str]) -> tuple[TableName, ...]:
         raise dg.Failure(f"{error}.", allow_retries=False) from None
 
 
-def _snapshot(context: StepContext, source: CdcSource, tables: tuple[TableName, ...]) -> tuple[SnapshotReport, ...]:
+def _snapshot(context: StepContext, source: CdcSource, tables: tuple[TableName, ...]) -> SnapshotsReport:
     """Read `tables` again, or those that need it where none are named, and leave the numbers on the slot."""
     from pgwal_pipeline.pipeline.snapshot import snapshot
 
     with at_work(context, source.snapshot_tags):
-        reports = snapshot(slot_of(context, source).settings, tables or None, progress=progress.for_run(context.log))
-    joined = snapshots_json(reports)
+        done = snapshot(slot_of(context, source).settings, tables or None, progress=progress.for_run(context.log))
     observe_slot(
         context,
         source,
         {
-            "snapshot_tables": len(reports),
-            "snapshot_rows": sum(report.rows for report in reports),
-            "snapshot_bytes": sum(report.bytes for report in reports),
-            "snapshot_seconds": joined["seconds"]["snapshot"],
+            "snapshot_tables": len(done.tables),
+            "snapshot_rows": sum(report.rows for report in done.tables),
+            "snapshot_bytes": sum(report.bytes for report in done.tables),
+            "snapshot_seconds": round(done.seconds, 3),
         },
-        joined,
+        done.to_json(),
     )
-    return reports
+    return done
+
+
+def _require_all_begun(context: StepContext, source: CdcSource, done: SnapshotsReport) -> None:
+    """Fail, when all that could be read has been, where tables still wait for old transactions."""
+    with at_work(context, source.snapshot_tags):
+        if done.blocked:
+            tables = ", ".join(map(str, done.blocked))
+            raise BlockedByTransaction(f"Not read: {tables}. {next(iter(done.blocked.values()))}")
 
 
 def _metadata(report: SnapshotReport) -> dict[str, int | float]:
@@ -96,4 +108,5 @@ def _metadata(report: SnapshotReport) -> dict[str, int | float]:
         "pgwal/bytes": report.bytes,
         "pgwal/chunks": report.chunks,
         "pgwal/seconds": round(report.seconds, 3),
+        "pgwal/rows_per_second": round(report.rows / max(report.seconds, 0.001)),
     }

@@ -87,7 +87,8 @@ def _empty(spark: "SparkSession", types: StructType, own: Mapping[str, DataType]
 def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, types: StructType, truncate: Truncate | None) -> "DataFrame":
     """The rows that the chunks of `source` read and `truncate` left, with the chunk's number and `_pgwal_commit_lsn`.
 
-    A TRUNCATE took the rows of the chunks that did not see it. What attempts that died left behind is not among the rows.
+    A TRUNCATE took the rows of the chunks that did not see it. What attempts that died left behind is not among the rows, nor is the row of
+    a key that was read again by itself.
     """
     if snapshot is None:
         own = {COMMIT_LSN: LongType(), TEXT: MapType(StringType(), StringType()), _NUMBER: IntegerType()}
@@ -100,7 +101,11 @@ def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, ty
     values = [
         F.col(quote(name)) if name in snapshot.columns else F.lit(None).cast(types[name].dataType).alias(name) for name in shape.columns
     ]
-    return read.select(*values, F.lit(source.lsn).cast("long").alias(COMMIT_LSN), TEXT, _NUMBER)
+    rows = read.select(*values, F.lit(source.lsn).cast("long").alias(COMMIT_LSN), TEXT, _NUMBER)
+    if not any(chunk.single for chunk in source.chunks):
+        return rows
+    newest_first = Window.partitionBy(*(F.expr(part) for part in key_parts(rows.schema, shape.key))).orderBy(F.col(_NUMBER).desc())
+    return rows.withColumn("_pgwal_nth", F.row_number().over(newest_first)).where("_pgwal_nth = 1").drop("_pgwal_nth")
 
 
 def rows_of_keys(

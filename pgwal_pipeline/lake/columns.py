@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from pyspark.sql.types import (
     ArrayType,
+    BinaryType,
     DataType,
     DateType,
     DecimalType,
     DoubleType,
     FloatType,
     MapType,
+    StringType,
     StructType,
     TimestampNTZType,
     TimestampType,
@@ -52,6 +54,10 @@ def key_parts(schema: StructType, key: Sequence[str], alias: str = "") -> list[s
     """
     parts = []
     for name in key:
+        if isinstance(schema[name].dataType, StringType):
+            # Of text that is not UTF-8 the bytes are known, written as no text is: none has a NUL in it.
+            parts.append(f"coalesce({quote(name, alias)}, concat('\\0', {text_of(name, alias)}))")
+            continue
         parts.append(quote(name, alias))
         if has_misfits(schema[name].dataType):
             parts.append(text_of(name, alias))
@@ -61,6 +67,19 @@ def key_parts(schema: StructType, key: Sequence[str], alias: str = "") -> list[s
 def text_of(name: str, alias: str = "") -> str:
     """The entry of `_pgwal_text` for the column `name`; null where there is none."""
     return f"{quote(TEXT, alias)}[{literal(name)}]"
+
+
+def source_text(schema: StructType, name: str) -> str | None:
+    """An expression of the text from which Postgres reads a value of the column `name` (under TimeZone UTC); None for a list."""
+    kind, value = schema[name].dataType, quote(name)
+    if isinstance(kind, ArrayType | MapType | StructType):
+        return None
+    text = f"cast({value} AS string)"
+    if isinstance(kind, BinaryType):
+        text = f"concat('\\\\x', hex({value}))"
+    elif isinstance(kind, TimestampType):
+        text = f"concat({text}, '+00')"
+    return f"coalesce({text_of(name)}, {text})"
 
 
 def exact(schema: StructType, name: str, alias: str = "") -> str:

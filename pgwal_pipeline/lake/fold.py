@@ -99,10 +99,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSnapshot:
-    """What a chunk of a snapshot saw: `attempt` is the `_pgwal_chunk` of its rows, `snapshot_text` is `xmin:xmax:xip,xip` (64-bit xids)."""
+    """What a chunk of a snapshot saw: `attempt` is the `_pgwal_chunk` of its rows, `snapshot_text` is `xmin:xmax:xip,xip` (64-bit xids).
+
+    `single` tells a chunk of one key, read again: its row counts rather than the one that an earlier chunk had of that key.
+    """
 
     attempt: str
     snapshot_text: str
+    single: bool = False
 
     @property
     def snapshot(self) -> Snapshot:
@@ -328,10 +332,19 @@ def unsent_marker(table: TableName) -> str:
 
 
 class Unresolved(TableError):
-    """Values that were not sent and stand nowhere in the lake. `rows` are some of the rows that lack them: (key, names of the columns)."""
+    """Values that were not sent and stand nowhere in the lake. `rows` are some of the rows that lack them: (key, names of the columns).
 
-    def __init__(self, table: TableName, rows: Sequence[tuple[dict[str, object], tuple[str, ...]]]) -> None:
+    `keys` has the keys of all of them, each column as text for Postgres; None where they are too many or of a type without such text.
+    """
+
+    def __init__(
+        self,
+        table: TableName,
+        rows: Sequence[tuple[dict[str, object], tuple[str, ...]]],
+        keys: Sequence[tuple[str, ...]] | None = None,
+    ) -> None:
         self.rows = tuple(rows)
+        self.keys = None if keys is None else tuple(keys)
         shown = "a row"
         if rows:
             key, columns = rows[0]

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
+from pyspark.sql import functions as F  # noqa: N812
 
 from pgwal_pipeline.errors import LakeError, TableError
 from pgwal_pipeline.lake import bag, fold
+from pgwal_pipeline.lake.columns import source_text
 from pgwal_pipeline.lake.fold import Shape, Unresolved
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 """How many of the rows that lack a value are named in the error."""
+_KEYS = 1000
+"""How many keys of such rows are gathered, for them to be read again one by one."""
 
 
 @contextmanager
@@ -74,7 +78,7 @@ def table_failures(shape: Shape, lacking: "Callable[[], DataFrame | None]") -> I
         except (PySparkException, Py4JError) as error:
             said = str(error)
             if fold.unsent_marker(shape.table) in said:
-                raise Unresolved(shape.table, _named(lacking(), shape.key)) from error
+                raise Unresolved(shape.table, *_named(lacking(), shape.key)) from error
             if bag.missing_marker(shape.table) in said:
                 raise TableError(
                     str(shape.table),
@@ -84,17 +88,23 @@ def table_failures(shape: Shape, lacking: "Callable[[], DataFrame | None]") -> I
             raise
 
 
-def _named(lacking: "DataFrame | None", key: Sequence[str]) -> list[tuple[dict[str, object], tuple[str, ...]]]:
-    """Some of the rows that lack values: the key as it was sent, and the columns' names."""
+def _named(
+    lacking: "DataFrame | None", key: Sequence[str]
+) -> tuple[list[tuple[dict[str, object], tuple[str, ...]]], list[tuple[str, ...]] | None]:
+    """Some of the rows that lack values, as the key as it was sent and the columns' names; and the keys of all, as texts for Postgres."""
     if lacking is None:
-        return []
-    found = []
-    for row in lacking.limit(_SHOWN).collect():
+        return [], None
+    texts = [text for name in key if (text := source_text(lacking.schema, name)) is not None]
+    as_text = F.array(*map(F.expr, texts)) if len(texts) == len(key) else F.lit(None).cast("array<string>")
+    found, keys = [], []
+    for row in lacking.withColumn("_pgwal_key", as_text).limit(_KEYS + 1).collect():
         values = row.asDict()
         text = values[fold.TEXT] or {}
         names = values[fold.LOST] or values[fold.KEPT]
         found.append(({name: text.get(name, values[name]) for name in key}, tuple(names)))
-    return found
+        keys.append(values["_pgwal_key"])
+    known = len(keys) <= _KEYS and all(keys)
+    return found[:_SHOWN], [tuple(one) for one in keys] if known else None
 
 
 def _first_line(error: Exception) -> str:

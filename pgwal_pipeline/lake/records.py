@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, Literal
 
 from pgwal_pipeline.relation import Column, PgType, Relation, TableName
@@ -75,6 +76,33 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """A backlog cut into windows that are read side by side and count together, once all of them have been read.
+
+    They follow one another from `start_lsn` on and end at `ends`; a plan without any was given up. `ended` is what
+    `pg_current_snapshot()` said when the last end was chosen.
+    """
+
+    start_lsn: int
+    ends: tuple[int, ...]
+    ended: str
+    at: datetime | None = None
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Start and end of each window."""
+        return tuple(zip((self.start_lsn, *self.ends[:-1]), self.ends, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A window of a plan whose files are durable, to be counted with the others; `streamed` is what else its stream told (JSON)."""
+
+    window: Window
+    streamed: str
+
+
+@dataclass(frozen=True, slots=True)
 class TableState:
     """Where one table stands.
 
@@ -103,6 +131,8 @@ class TableState:
 class Chunk:
     """One range of a table's key in a snapshot, `lower < key <= upper`; a bound has the key's columns as Postgres's text, or is None.
 
+    Two equal bounds are a key that is read again by itself (`single`). Of a table without a key it is a range of row addresses.
+
     `attempt` is None until the range has been read; only the snapshot rows of that attempt count. `snapshot` is what
     `pg_current_snapshot()` said in the reading transaction, `insert_lsn` the WAL's end after it; `bytes` came from the server.
     """
@@ -118,6 +148,11 @@ class Chunk:
     snapshot: str | None = None
     insert_lsn: int | None = None
     at: datetime | None = None
+
+    @property
+    def single(self) -> bool:
+        """Whether it is one key."""
+        return self.lower is not None and self.lower == self.upper
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +189,7 @@ def relation_to_json(relation: Relation) -> str:
     return json.dumps(asdict(relation), ensure_ascii=False)
 
 
+@lru_cache(maxsize=4096)  # each write of the ledger reads those of all tables
 def relation_from_json(text: str) -> Relation:
     """The relation that `relation_to_json` wrote, with the defaults for fields it did not know yet and without those it knew alone."""
     found = json.loads(text)

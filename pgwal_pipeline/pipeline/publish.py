@@ -1,22 +1,25 @@
 """The publish: `current` of every table is brought to the frontier, and the Delta versions that stand there are recorded as one."""
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.types import copy_schema
-from pgwal_pipeline.errors import LakeError, TableError
+from pgwal_pipeline.errors import LakeError, SettingError, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.lake import current
-from pgwal_pipeline.lake.current import MergeRequest, MergeResult, ReplaceRequest
+from pgwal_pipeline.lake.current import MergeRequest, MergeResult, ReplaceRequest, Unresolved
 from pgwal_pipeline.lake.fold import ChunkSnapshot, Traits
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger, Publish, TablePointer, TableState, Window
+from pgwal_pipeline.lake.ledger import Chunk, Ledger, Publish, TablePointer, TableState, Window
 from pgwal_pipeline.lake.schema import schema_json
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish
+from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.relation import Relation, TableName
 from pgwal_pipeline.settings import Settings
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _SIDE_BY_SIDE = 4  # tables merged at once in one session
+_TIMES_A_KEY = 3  # that a row is read again by its key before its table is given up
+_MANY = 20  # rows named by an error, which then may be of thousands
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,28 @@ def publish(
 
     A table whose snapshot is not whole, or not yet passed by the frontier, is left out until it is. One that fails goes to state `error`
     and the others are published. With `tables` only those are merged and nothing is recorded: every table of a publish stands at its LSN,
-    and the next whole publish takes them in.
+    and the next whole publish takes them in. Raises SlotBusy when another publish is at work for longer than PGWAL_BUSY_TIMEOUT.
     """
+    with alone(settings):
+        return _publish(settings, spark_factory, tables, progress)
+
+
+@contextmanager
+def alone(settings: Settings) -> Iterator[None]:
+    """Change `current` tables beside nobody else. On an object store Spark cannot tell that two commit one and the same version.
+
+    What guards them is a lock on the source, which ends with its holder. A publish needs no source: while that is away nothing guards it
+    but the look at what it has committed.
+    """
+    with ExitStack() as stack:
+        with suppress(SourceUnavailable, SourceRefused, SettingError):
+            stack.enter_context(slot.exclusive(settings.dsn, f"{settings.slot}/publish", settings.busy_timeout))
+        yield
+
+
+def _publish(
+    settings: Settings, spark_factory: Callable[[], "SparkSession"], tables: Collection[TableName] | None, progress: Progress
+) -> PublishReport:
     started = time.perf_counter()
     lake = Lake(settings.lake)
     ledger = Ledger(lake)
@@ -66,7 +91,7 @@ def publish(
         spark = spark_factory()
         session_seconds = time.perf_counter() - opening
         outcomes = _merge_all(spark, to_do, progress)
-    pointers, errors = _settle(ledger, works, outcomes)
+    pointers, errors, warnings = _settle(ledger, works, outcomes)
     failpoints.hit("publish.before_record")
     if tables is None and (last is None or frontier > last.lsn or pointers != last.tables) and (pointers or last is not None):
         last = Publish(lsn=frontier, published_at=datetime.now(UTC), tables=pointers)
@@ -76,6 +101,7 @@ def publish(
         lsn=None if last is None else last.lsn,
         published_at=None if last is None else last.published_at,
         tables=_table_reports(works, outcomes, pointers, errors) | _in_error(ledger),
+        warnings=tuple(warnings),
         seconds={"session": session_seconds, "publish": time.perf_counter() - started - session_seconds},
     )
 
@@ -148,7 +174,7 @@ def _replace_request(
         current_path=lake.current(state.table),
         snapshot_path=lake.snapshot(state.table),
         generation=state.generation,
-        chunks=tuple(ChunkSnapshot(chunk.attempt or "", chunk.snapshot or "") for chunk in chunks),
+        chunks=tuple(ChunkSnapshot(chunk.attempt or "", chunk.snapshot or "", chunk.single) for chunk in chunks),
         snapshot_lsn=state.required_lsn,
         key=relation.key,
         columns=relation.column_names,
@@ -207,15 +233,23 @@ def _merge_all(spark: "SparkSession", works: list[_Work], progress: Progress) ->
 
 def _settle(
     ledger: Ledger, works: Iterable[_Work], outcomes: dict[TableName, MergeResult | TableError]
-) -> tuple[dict[TableName, TablePointer], dict[TableName, str]]:
-    """Where each table stands now; generations that became `current` and tables that failed are written to the ledger."""
+) -> tuple[dict[TableName, TablePointer], dict[TableName, str], list[str]]:
+    """Where each table stands now, which failed and why, and warnings of tables of which some rows are to be read again.
+
+    Generations that became `current` and tables that failed are written to the ledger.
+    """
     pointers: dict[TableName, TablePointer] = {}
     errors: dict[TableName, str] = {}
+    warnings: list[str] = []
     changed: list[TableState] = []
     for work in works:
         state = work.state
         outcome = outcomes.get(state.table)
-        if isinstance(outcome, TableError):
+        again = _to_be_read_again(ledger, state, outcome) if isinstance(work.request, ReplaceRequest) else None
+        if again is not None:
+            warnings.append(f"Table {state.table}: {again.reason}.")
+            changed.append(again)
+        elif isinstance(outcome, TableError):
             errors[state.table] = str(outcome)
             changed.append(replace(state, state="error", reason=str(outcome)))
         elif outcome is not None and work.request is not None:
@@ -226,7 +260,37 @@ def _settle(
             pointers[state.table] = work.pointer
     if changed:
         ledger.amend_tables(lambda known: [_settled(known.get(state.table, state), state) for state in changed])
-    return pointers, errors
+    return pointers, errors, warnings
+
+
+def _to_be_read_again(ledger: Ledger, state: TableState, outcome: MergeResult | TableError | None) -> TableState | None:
+    """The state of a table whose snapshot lacks values of rows that took keys which had been read already; None where that is not so.
+
+    Neither the chunk of the old key has such a row nor that of the new one, and the stream does not repeat values that did not change.
+    The rows are read again by their keys; where they are too many, the whole table is.
+    """
+    if not isinstance(outcome, Unresolved) or state.generation is None:
+        return None
+    if outcome.keys is None:
+        if len(outcome.rows) < _MANY:  # of a type that has no text to ask for it by
+            return None
+        return replace(
+            state, state="pending", generation=None, reading=None, reason="it is read again: many keys changed while it was read"
+        )
+    chunks = ledger.chunks(state.table, state.generation)
+    read = Counter(chunk.lower for chunk in chunks if chunk.single)
+    if max(read[key] for key in outcome.keys) >= _TIMES_A_KEY:
+        return None
+    first = max(chunk.chunk for chunk in chunks) + 1
+    ledger.record_chunks(
+        [
+            Chunk(table=state.table, generation=state.generation, chunk=number, lower=key, upper=key)
+            for number, key in enumerate(outcome.keys, first)
+        ]
+    )
+    reason = f"{len(outcome.keys)} rows that changed their key while it was read are read again"
+    visible = "ready" if state.published is not None else "snapshotting"
+    return replace(state, state=visible, generation=None, reading=state.generation, reason=reason)
 
 
 def _in_error(ledger: Ledger) -> dict[TableName, TablePublish]:
@@ -242,6 +306,8 @@ def _settled(known: TableState, outcome: TableState) -> TableState:
     """A table's state with what the publish found out about it; the rest may have moved on meanwhile."""
     if outcome.state == "error":
         return replace(known, state="error", reason=outcome.reason)
+    if outcome.generation is None:
+        return replace(known, state=outcome.state, reason=outcome.reason, generation=None, reading=outcome.reading)
     return replace(known, published=outcome.published)
 
 

@@ -130,16 +130,29 @@ class SnapshotReport:
         return {"table": str(self.table), "rows": self.rows, "chunks": self.chunks, "seconds": _rounded(self.seconds)}
 
 
-def snapshots_json(reports: Iterable[SnapshotReport], warnings: Iterable[str] = ()) -> dict[str, Any]:
-    """The part that a snapshot run adds to a command's JSON; `seconds.snapshot` is from the first read to the last write of them all."""
-    done = list(reports)
-    ends = [report.started + report.seconds for report in done]
-    elapsed = max(ends) - min(report.started for report in done) if done else 0.0
-    return {
-        "snapshots": [report.to_json() for report in done],
-        "warnings": list(warnings),
-        "seconds": {"snapshot": _rounded(elapsed)},
-    }
+@dataclass(frozen=True, slots=True)
+class SnapshotsReport:
+    """The tables that were read, and those that could not be begun: `blocked` says for each which old transactions it waits for."""
+
+    tables: tuple[SnapshotReport, ...]
+    warnings: tuple[str, ...] = ()
+    blocked: Mapping[TableName, str] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """From the first read to the last write of them all."""
+        if not self.tables:
+            return 0.0
+        return max(table.started + table.seconds for table in self.tables) - min(table.started for table in self.tables)
+
+    def to_json(self) -> dict[str, Any]:
+        """The part that a snapshot run adds to a command's JSON."""
+        return {
+            "snapshots": [table.to_json() for table in self.tables],
+            "warnings": list(self.warnings),
+            "unread": {str(table): reason for table, reason in self.blocked.items()},
+            "seconds": {"snapshot": _rounded(self.seconds)},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +272,8 @@ class LagReading:
 class RunReport:
     """One command's outcome, joined from the JSON that its steps left.
 
-    `errors` maps the quoted name of a table that could not be published to its reason; it stands beside what `to_json` prints.
+    `errors` maps the quoted name of a table that could not be published to its reason, `unread` that of a table that still waits for old
+    transactions to end; they stand beside what `to_json` prints.
     """
 
     windows: tuple[Mapping[str, Any], ...] = ()
@@ -268,6 +282,7 @@ class RunReport:
     warnings: tuple[str, ...] = ()
     errors: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def join(cls, parts: Iterable[Mapping[str, Any]]) -> "RunReport":
@@ -278,7 +293,9 @@ class RunReport:
         seconds = dict.fromkeys(STAGES, 0.0)
         publish: Mapping[str, Any] | None = None
         errors: Mapping[str, str] = {}
+        unread: dict[str, str] = {}
         for part in parts:
+            unread.update(part.get("unread", {}))
             windows.extend(part.get("windows", ()))
             snapshots.extend(part.get("snapshots", ()))
             warnings.update(dict.fromkeys(part.get("warnings", ())))
@@ -286,7 +303,7 @@ class RunReport:
                 publish, errors = part["publish"] or publish, part.get("errors", {})
             for stage, spent in part.get("seconds", {}).items():
                 seconds[stage] = seconds.get(stage, 0.0) + spent
-        return cls(tuple(windows), tuple(snapshots), publish, tuple(warnings), errors, seconds)
+        return cls(tuple(windows), tuple(snapshots), publish, tuple(warnings), errors, seconds, unread)
 
     def to_json(self, total_seconds: float) -> dict[str, Any]:
         """The object that `sync`, `drain`, `publish` and `resnapshot` print with `--json`; `total_seconds` is the whole command's time."""

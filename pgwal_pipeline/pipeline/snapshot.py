@@ -4,11 +4,13 @@ No slot is made for a snapshot and nothing of the stream waits for it: each chun
 publish applies an event on top of a chunk's row only if the event's transaction was not among them.
 """
 
+import threading
 import time
 import uuid
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psycopg
@@ -16,21 +18,27 @@ import pyarrow as pa
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.types import copy_schema
-from pgwal_pipeline.errors import SourceRefused, TableError
+from pgwal_pipeline.errors import BlockedByTransaction, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, TableState
 from pgwal_pipeline.lake.snapshots import SnapshotWriter
 from pgwal_pipeline.pipeline.drain import bootstrap
-from pgwal_pipeline.pipeline.reports import SnapshotReport
+from pgwal_pipeline.pipeline.reports import SnapshotReport, SnapshotsReport
+from pgwal_pipeline.pipeline.slot_watch import SlotWatch
 from pgwal_pipeline.pipeline.table_rows import TableRows
 from pgwal_pipeline.postgres import catalog, copy, slot
 from pgwal_pipeline.postgres.catalog import PublishedTable
 from pgwal_pipeline.postgres.dsn import connect
-from pgwal_pipeline.progress import Progress
+from pgwal_pipeline.progress import Noted, Progress
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
 
+Connection = psycopg.Connection[Any]
+
 _PENDING = ("pending", "snapshotting")
+_LOOK_EVERY = 0.5  # seconds between looks at what the workers have read
+_ATTEMPTS = 4  # at a chunk whose connection breaks
+_PAUSE = 1.0  # seconds before the second attempt, doubled for each one after it
 
 
 def needed(settings: Settings) -> tuple[TableName, ...]:
@@ -39,32 +47,41 @@ def needed(settings: Settings) -> tuple[TableName, ...]:
     return tuple(sorted(state.table for state in states if state.state in _PENDING or state.reading is not None))
 
 
-def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *, progress: Progress) -> tuple[SnapshotReport, ...]:
+def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *, progress: Progress) -> SnapshotsReport:
     """Read the tables that need it, or `tables` again from the start, and leave them ready for the next publish that passes their LSN.
 
     A read that died is taken up where it stood: finished chunks are not read again. While a table is read again, its old `current` goes on.
-    Raises SlotBusy while another snapshot runs, SourceRefused for a table that is not followed.
+    A table that has to wait for old transactions is read last, and given up after PGWAL_BLOCKED_TIMEOUT: the report's `blocked` names it.
+    Raises SlotBusy while another snapshot runs, SourceRefused for a table that is not followed, SlotLost where the slot is lost meanwhile.
     """
     ledger = Ledger(Lake(settings.lake))
+    noted = Noted(progress)
     with slot.exclusive(settings.dsn, f"{settings.slot}/snapshot", settings.busy_timeout), connect(settings.dsn) as conn:
         states = ledger.tables()
         if not states:
-            bootstrap(settings, progress=progress)
+            bootstrap(settings, progress=noted)
             states = ledger.tables()
         todo = [states[table] for table in needed(settings)] if tables is None else [_begin_anew(states, table) for table in tables]
         published = {table.relation.table: table for table in catalog.published_tables(conn, settings.publication)}
-        reports = []
-        for state in todo:
+        watch = SlotWatch(conn, settings.slot, noted)
+        waiting = time.monotonic() + settings.blocked_timeout
+        reports: list[SnapshotReport] = []
+        blocked: dict[TableName, str] = {}
+        for state in sorted(todo, key=lambda state: state.joined_xid or 0):
             if state.table not in published:
                 continue
             try:
-                reports.append(_read_table(settings, conn, ledger, state, published[state.table], progress))
+                if state.joined_xid is not None:
+                    copy.wait_for_transactions(conn, state.joined_xid, max(0.0, waiting - time.monotonic()), noted.warn)
+                reports.append(_TableRead(settings, conn, ledger, state, published[state.table], noted, watch).run())
+            except BlockedByTransaction as error:
+                blocked[state.table] = str(error)
             except TableError as error:
-                progress.warn(str(error))
+                noted.warn(str(error))
                 _note(ledger, state, error)
         if reports:
             slot.force_flush(conn)
-    return tuple(reports)
+    return SnapshotsReport(tuple(reports), tuple(noted.warnings), blocked)
 
 
 def _note(ledger: Ledger, state: TableState, error: TableError) -> None:
@@ -83,81 +100,133 @@ def _begin_anew(states: dict[TableName, TableState], table: TableName) -> TableS
     return replace(state, reading=None)
 
 
-def _read_table(
-    settings: Settings, conn: psycopg.Connection[Any], ledger: Ledger, state: TableState, published: PublishedTable, progress: Progress
-) -> SnapshotReport:
-    relation = published.relation
-    state = replace(state, relation=relation, key=relation.key)
-    if state.joined_xid is not None:
-        copy.wait_for_transactions(conn, state.joined_xid, settings.blocked_timeout, progress.warn)
-    started = time.time()
-    visible = "ready" if state.published is not None else "snapshotting"
-    if state.reading is None:
-        state = replace(state, state=visible, reason=None, reading=uuid.uuid4().hex, joined_xid=None)
-        assert state.reading is not None
-        bounds = copy.plan_chunks(conn, relation, settings.snapshot_chunk_rows)
-        ledger.record_chunks(
-            [
-                Chunk(table=state.table, generation=state.reading, chunk=number, lower=bound.lower, upper=bound.upper)
-                for number, bound in enumerate(bounds)
-            ]
-        )
-    ledger.record_tables([state])
-    assert state.reading is not None
-    chunks = ledger.chunks(state.table, state.reading)
-    writer = SnapshotWriter(Lake(settings.lake), relation, state.reading)
-    writer.begin(copy_schema(relation))
-    reader = _ChunkReader(settings, ledger, published, writer)
-    done = [chunk for chunk in chunks if chunk.attempt is not None]
-    with ThreadPoolExecutor(settings.snapshot_workers, "pgwal-chunk") as pool:
-        pending = [pool.submit(reader.read, chunk) for chunk in chunks if chunk.attempt is None]
-        try:
-            for future in as_completed(pending):
-                done.append(future.result())
-                progress.stage(f"snapshot of {state.table}", len(done), len(chunks), "chunks")
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    # TRUNCATE and rewriting DDL are not MVCC-safe: only what was written after the last read is surely in the stream alone.
-    required = max([catalog.insert_lsn(conn), *(chunk.insert_lsn or 0 for chunk in done)])
-    ledger.amend_tables(lambda known: [_whole(known.get(state.table, state), state, required)])
-    failpoints.hit("snapshot.after_table")
-    return SnapshotReport(
-        table=state.table,
-        rows=sum(chunk.rows for chunk in done),
-        bytes=sum(chunk.bytes for chunk in done),
-        chunks=len(done),
-        seconds=time.time() - started,
-        started=started,
-    )
+@dataclass
+class _TableRead:
+    """The reading of one table, by several workers."""
 
-
-def _whole(known: TableState, state: TableState, required_lsn: int) -> TableState:
-    """The table's state once every chunk is there; what the stream has said of its columns meanwhile stays."""
-    return replace(known, state="ready", reason=None, reading=None, joined_xid=None, generation=state.reading, required_lsn=required_lsn)
-
-
-@dataclass(frozen=True)
-class _ChunkReader:
     settings: Settings
+    conn: Connection
     ledger: Ledger
+    state: TableState
     published: PublishedTable
-    writer: SnapshotWriter
+    progress: Progress
+    watch: SlotWatch
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _rows: dict[int, int] = field(default_factory=dict)  # by chunk, as they come
+    _bytes: dict[int, int] = field(default_factory=dict)
 
-    def read(self, chunk: Chunk) -> Chunk:
-        """Read one range in a transaction of its own and record it; rows of an attempt that is not recorded count for nothing."""
+    def run(self) -> SnapshotReport:
+        """Read what is not read yet, and record the table as whole."""
+        relation = self.published.relation
+        started = time.time()
+        with ExitStack() as stack:
+            exported = stack.enter_context(copy.exported_snapshot(self.settings.dsn)) if not relation.key else None
+            state, chunks = self._begin(keep=exported is None)
+            assert state.reading is not None
+            writer = SnapshotWriter(Lake(self.settings.lake), relation, state.reading)
+            writer.begin(copy_schema(relation))
+            done = [chunk for chunk in chunks if chunk.attempt is not None]
+            self._rows = {chunk.chunk: chunk.rows for chunk in done}
+            self._bytes = {chunk.chunk: chunk.bytes for chunk in done}
+            done += self._read([chunk for chunk in chunks if chunk.attempt is None], writer, exported)
+        # TRUNCATE and rewriting DDL are not MVCC-safe: only what was written after the last read is surely in the stream alone.
+        required = max([catalog.insert_lsn(self.conn), *(chunk.insert_lsn or 0 for chunk in done)])
+        self.ledger.amend_tables(lambda known: [_whole(known.get(state.table, state), state, required)])
+        failpoints.hit("snapshot.after_table")
+        return SnapshotReport(
+            table=state.table,
+            rows=sum(chunk.rows for chunk in done),
+            bytes=sum(chunk.bytes for chunk in done),
+            chunks=len(done),
+            seconds=time.time() - started,
+            started=started,
+        )
+
+    def _begin(self, *, keep: bool) -> tuple[TableState, tuple[Chunk, ...]]:
+        """The table's state and chunks as the ledger has them from now on.
+
+        What a reading that died has read is taken over where `keep`: of a table without a key all rows are to be read under one snapshot,
+        and the one of then has gone.
+        """
+        relation = self.published.relation
+        state = replace(self.state, relation=relation, key=relation.key)
+        if state.reading is None or not keep:
+            visible = "ready" if state.published is not None else "snapshotting"
+            state = replace(state, state=visible, reason=None, reading=uuid.uuid4().hex, joined_xid=None)
+            assert state.reading is not None
+            bounds = copy.plan_chunks(self.conn, relation, self.settings.snapshot_chunk_rows)
+            self.ledger.record_chunks(
+                [
+                    Chunk(table=state.table, generation=state.reading, chunk=number, lower=bound.lower, upper=bound.upper)
+                    for number, bound in enumerate(bounds)
+                ]
+            )
+        self.ledger.record_tables([state])
+        assert state.reading is not None
+        return state, self.ledger.chunks(state.table, state.reading)
+
+    def _read(self, chunks: Collection[Chunk], writer: SnapshotWriter, exported: str | None) -> list[Chunk]:
+        """Read chunks side by side; the first failure stops the others."""
+        estimate = copy.estimated_rows(self.conn, self.published.relation)
+        done: list[Chunk] = []
+        with ThreadPoolExecutor(self.settings.snapshot_workers, "pgwal-chunk") as pool:
+            pending: set[Future[Chunk]] = {pool.submit(self._read_chunk, chunk, writer, exported) for chunk in chunks}
+            try:
+                while pending:
+                    finished, pending = wait(pending, _LOOK_EVERY, FIRST_COMPLETED)
+                    done += [future.result() for future in finished]
+                    self._show(estimate, complete=not pending)
+                    self.watch.look()
+            finally:
+                self._stop.set()
+                for future in pending:
+                    future.cancel()
+        return done
+
+    def _show(self, estimate: int, *, complete: bool) -> None:
+        rows = sum(self._rows.copy().values())
+        total = rows if complete else max(estimate, rows + 1)
+        self.progress.stage(f"snapshot of {self.state.table}", rows, total, "rows")
+
+    def _read_chunk(self, chunk: Chunk, writer: SnapshotWriter, exported: str | None) -> Chunk:
+        """Read one range, in a transaction of its own; again where the connection broke."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self._attempt(chunk, writer, exported)
+            except SourceUnavailable as error:
+                # An exported snapshot has gone with the connection that exported it, or will not come back.
+                if attempt == _ATTEMPTS - 1 or exported is not None or self._stop.wait(_PAUSE * 2**attempt):
+                    raise
+                self.progress.warn(f"Chunk {chunk.chunk} of {chunk.table} is read again: {error}")
+        raise AssertionError("the last attempt returns or raises")
+
+    def _attempt(self, chunk: Chunk, writer: SnapshotWriter, exported: str | None) -> Chunk:
+        """Read and record one range; rows of an attempt that is not recorded count for nothing."""
         attempt = uuid.uuid4().hex
-        bounds = copy.ChunkBounds(chunk.lower, chunk.upper)
-        rows = TableRows(self.settings.dsn, self.published.relation, bounds, row_filter=self.published.row_filter)
-        written = self.writer.write(attempt, _after_read(rows))
+        rows = TableRows(
+            self.settings.dsn,
+            self.published.relation,
+            copy.ChunkBounds(chunk.lower, chunk.upper),
+            row_filter=self.published.row_filter,
+            exported_snapshot=exported,
+        )
+        written = writer.write(attempt, self._counted(chunk.chunk, rows))
         failpoints.hit("snapshot.before_chunk_record")
         read = rows.read
         assert read is not None
         finished = replace(chunk, attempt=attempt, rows=written.rows, bytes=read.bytes, snapshot=read.snapshot, insert_lsn=read.insert_lsn)
         self.ledger.record_chunks([finished])
+        self._bytes[chunk.chunk] = read.bytes
         return finished
 
+    def _counted(self, number: int, rows: TableRows) -> Iterator[pa.Table]:
+        self._rows[number] = 0
+        for piece in rows:
+            self._rows[number] += piece.num_rows
+            yield piece
+        failpoints.hit("snapshot.between_read_and_write")
 
-def _after_read(rows: TableRows) -> Iterator[pa.Table]:
-    yield from rows
-    failpoints.hit("snapshot.between_read_and_write")
+
+def _whole(known: TableState, state: TableState, required_lsn: int) -> TableState:
+    """The table's state once every chunk is there; what the stream has said of its columns meanwhile stays."""
+    return replace(known, state="ready", reason=None, reading=None, joined_xid=None, generation=state.reading, required_lsn=required_lsn)

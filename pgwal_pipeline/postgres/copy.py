@@ -1,10 +1,14 @@
 """Reading a table's rows: in ranges of its key, each in a short transaction of its own that says which transactions it sees.
 
+A table without a key is read in ranges of its blocks, all of them under one exported snapshot.
+
 Values leave Postgres as the text of their types' output functions, which is what the stream carries too: both are decoded alike.
 """
 
+import math
 import select
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +17,21 @@ from psycopg import errors, pq
 
 from pgwal_pipeline.errors import PgwalError, SourceUnavailable, TableError
 from pgwal_pipeline.postgres.catalog import Connection, insert_lsn, resolve_types
-from pgwal_pipeline.postgres.dsn import connect, translate
+from pgwal_pipeline.postgres.dsn import BYTES_AS_THEY_ARE, connect, translate
 from pgwal_pipeline.postgres.key_order import KeyOrder, key_order
 from pgwal_pipeline.postgres.transactions import begin_snapshot, wait_for_transactions
 from pgwal_pipeline.relation import PgType, Relation, quote_ident
 
-__all__ = ["ChunkBounds", "ChunkRead", "TableChanged", "plan_chunks", "read_chunk", "wait_for_transactions"]
+__all__ = [
+    "ChunkBounds",
+    "ChunkRead",
+    "TableChanged",
+    "estimated_rows",
+    "exported_snapshot",
+    "plan_chunks",
+    "read_chunk",
+    "wait_for_transactions",
+]
 
 _BLOCK_BYTES = 1 << 20
 
@@ -31,9 +44,10 @@ _ALONG_THE_INDEX = "SET LOCAL row_security = off; SET LOCAL jit = off; SET LOCAL
 
 @dataclass(frozen=True, slots=True)
 class ChunkBounds:
-    """A range of the key, `lower < key <= upper`, None where it is open.
+    """A range of the key, `lower < key <= upper`, None where it is open; two equal bounds are that key alone.
 
-    Each bound has a text for each column of the relation's key, in the key's order, as Postgres writes the value.
+    Each bound has a text for each column of the relation's key, in the key's order, as Postgres writes the value. Of a relation without a
+    key it is a range of row addresses, `lower <= ctid < upper`.
     """
 
     lower: tuple[str, ...] | None
@@ -60,12 +74,18 @@ def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> It
     """Cut a table into ranges of its key with about `rows_per_chunk` rows each, in the key's order; together they hold every key.
 
     The first has no lower bound, the last no upper one. A table that seems smaller than a chunk, or has no index in its key's order, is one
-    chunk; so is one without a key. Each bound costs a walk along the index over one chunk, and is looked up when it is asked for. `conn`
-    must not be inside a transaction. Raises TableError where the role may not read the table, TableChanged where it is not as `relation`
-    says, and what `dsn.translate` makes of other errors.
+    chunk. Each bound costs a walk along the index over one chunk, and is looked up when it is asked for. A table without a key is cut into
+    ranges of blocks, to be read under one snapshot (`exported_snapshot`); on a standby, which exports none, it is one chunk. `conn` must
+    not be inside a transaction. Raises TableError where the role may not read the table, TableChanged where it is not as `relation` says,
+    and what `dsn.translate` makes of other errors.
     """
     lower = None
-    if relation.key:
+    if not relation.key:
+        for block in _block_bounds(conn, relation, rows_per_chunk):
+            upper = (f"({block},0)",)
+            yield ChunkBounds(lower, upper)
+            lower = upper
+    else:
         try:
             source = _source(conn, relation)
             order = key_order(conn, relation) if _estimated_rows(conn, source) >= rows_per_chunk else None
@@ -77,9 +97,35 @@ def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> It
                         break
                     yield ChunkBounds(lower, bound)
                     lower, bound = bound, following
+        except errors.CharacterNotInRepertoire:
+            pass  # a key in a database in SQL_ASCII that is not UTF-8 cannot be a bound: all from the last one on is one chunk
         except psycopg.Error as error:
             raise _read_error(error, relation, conn) from error
     yield ChunkBounds(lower, None)
+
+
+@contextmanager
+def exported_snapshot(dsn: str) -> Iterator[str | None]:
+    """A snapshot for several reads to see the same rows, which lives as long as the context; None on a standby, which exports none."""
+    conn = connect(dsn, application="pgwal snapshot")
+    try:
+        if conn.execute("SELECT pg_catalog.pg_is_in_recovery()").fetchall()[0][0]:
+            yield None
+            return
+        begin_snapshot(conn)
+        yield conn.execute("SELECT pg_catalog.pg_export_snapshot()").fetchall()[0][0]
+    except psycopg.Error as error:
+        raise translate(error, "exporting a snapshot") from error
+    finally:
+        conn.close()
+
+
+def estimated_rows(conn: Connection, relation: Relation) -> int:
+    """About how many rows a table has, as the planner guesses. Raises TableError, TableChanged as `plan_chunks` does."""
+    try:
+        return round(_estimated_rows(conn, _source(conn, relation)))
+    except psycopg.Error as error:
+        raise _read_error(error, relation, conn) from error
 
 
 def read_chunk(
@@ -105,6 +151,8 @@ def read_chunk(
         conn.execute(_SETTINGS.encode())
         snapshot = begin_snapshot(conn) if exported_snapshot is None else _enter_snapshot(conn, exported_snapshot)
         statement = _copy_statement(conn, relation, bounds, row_filter)
+        if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
+            conn.execute(BYTES_AS_THEY_ARE.encode())
         rows, size = _copy_out(conn, statement, on_block)
         # After the read, not at its snapshot: TRUNCATE and DDL that rewrites the table are seen by it whenever they were done.
         lsn = insert_lsn(conn)
@@ -130,14 +178,20 @@ def _enter_snapshot(conn: Connection, exported: str) -> str:
 def _copy_statement(conn: Connection, relation: Relation, bounds: ChunkBounds, row_filter: str | None) -> str:
     fields = _fields(conn, relation)
     conditions = []
-    if bounds.lower is not None or bounds.upper is not None:
+    if not relation.key:
+        conditions += [f"ctid >= '{bounds.lower[0]}'::tid"] if bounds.lower is not None else []
+        conditions += [f"ctid < '{bounds.upper[0]}'::tid"] if bounds.upper is not None else []
+    elif bounds.lower is not None or bounds.upper is not None:
         order = key_order(conn, relation)
         if order is None:
             raise TableChanged(
                 str(relation.table), f"Table {relation.table} has lost the index of its key while it was read; read it again."
             )
-        conditions += [order.after(bounds.lower)] if bounds.lower is not None else []
-        conditions += [order.up_to(bounds.upper)] if bounds.upper is not None else []
+        if bounds.lower is not None and bounds.lower == bounds.upper:
+            conditions.append(order.equal(bounds.lower))
+        else:
+            conditions += [order.after(bounds.lower)] if bounds.lower is not None else []
+            conditions += [order.up_to(bounds.upper)] if bounds.upper is not None else []
     if row_filter is not None:
         conditions.append(f"({row_filter})")
     where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
@@ -254,6 +308,26 @@ def _estimated_rows(conn: Connection, source: str) -> float:
     return float(plan[0]["Plan"]["Plan Rows"])
 
 
+def _block_bounds(conn: Connection, relation: Relation, rows_per_chunk: int) -> range:
+    """The first blocks of all chunks but the first. A partitioned table's are those of each of its partitions, side by side."""
+    try:
+        rows = estimated_rows(conn, relation)
+        blocks, recovering = conn.execute(
+            """SELECT coalesce(max(pg_catalog.pg_relation_size(c.oid) / current_setting('block_size')::int8), 0)::int8,
+                   pg_catalog.pg_is_in_recovery()
+               FROM pg_catalog.pg_class c WHERE c.relkind = 'r' AND (c.oid = %(oid)s
+                   OR c.oid IN (SELECT relid FROM pg_catalog.pg_partition_tree(%(oid)s::oid::regclass)))""",
+            {"oid": relation.oid},
+        ).fetchall()[0]
+    except psycopg.Error as error:
+        raise _read_error(error, relation, conn) from error
+    chunks = 1 if recovering else math.ceil(rows / rows_per_chunk)
+    if chunks < 2:
+        return range(0)
+    step = max(1, math.ceil(blocks / chunks))
+    return range(step, blocks, step)
+
+
 def _next_bound(conn: Connection, source: str, order: KeyOrder, after: tuple[str, ...] | None, rows: int) -> tuple[str, ...] | None:
     """The key `rows` rows after the given one, or the last one of all; None when there is none after it."""
     where = f" WHERE {order.after(after)}" if after is not None else ""
@@ -288,6 +362,10 @@ def _read_error(error: psycopg.Error, relation: Relation, conn: Connection) -> P
         )
     if isinstance(error, errors.UndefinedTable | errors.UndefinedColumn | errors.UndefinedObject | errors.InvalidSchemaName):
         return TableChanged(str(table), f"Table {table} was altered while it was read ({error.diag.message_primary}); read it again.")
+    if isinstance(error, errors.CharacterNotInRepertoire | errors.UntranslatableCharacter):
+        return TableError(
+            str(table), f"Table {table} holds text that the source cannot write as UTF-8 ({error.diag.message_primary}); correct it there."
+        )
     return translate(error, f"reading table {table}")
 
 

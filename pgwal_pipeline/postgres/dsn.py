@@ -46,6 +46,10 @@ _DEFAULTS = {
 }
 
 
+BYTES_AS_THEY_ARE = "SET client_encoding = 'SQL_ASCII'"
+"""For reading rows of a database in SQL_ASCII: its text may be in any encoding, and the server would fail on what is not UTF-8."""
+
+
 class _Handle(psycopg.Connection[Any]):
     """A connection that is only made here; its PGconn lives on by itself, so being collected while it is open is no mistake."""
 
@@ -92,6 +96,8 @@ def replication_connection(dsn: str, *, application: str = "pgwal", **overrides:
         raise _connection_failure(error, parameters) from None
     try:
         handle.execute(pinned_settings(handle.info.server_version))
+        if handle.info.parameter_status("server_encoding") == "SQL_ASCII":
+            handle.execute(BYTES_AS_THEY_ARE.encode())
     except BaseException as error:
         handle.close()
         if isinstance(error, psycopg.Error):
@@ -152,6 +158,10 @@ def translate(error: psycopg.Error, doing: str = "") -> PgwalError:
         return SlotLost(f"The source no longer has the WAL that is needed{where}: {said}.")
     if state[:2] in ("08", "40", "53", "57") or state == "55P03":
         return SourceUnavailable(f"The source broke off{where}: {said}; run it again.")
+    if state in ("22021", "22P05"):
+        return SourceRefused(
+            f"The source has a name or a text that it cannot write as UTF-8{where}: {said}; rename it, or correct it, on the source."
+        )
     hint = _one_line(error.diag.message_hint or "")
     return SourceRefused(f"The source refused{where}: {said}{f' ({hint})' if hint else ''}.")
 
@@ -199,6 +209,39 @@ _REFUSALS = (
         "{user} may not replicate; run ALTER ROLE {user_sql} REPLICATION (on a managed service grant its replication role instead)",
     ),
     (r"max_wal_senders", "all its walsenders are taken; raise max_wal_senders or end one that is not needed"),
+    (
+        r"certificate authentication failed for user",
+        "the client certificate is not in the name of {user}; give one that is in sslcert, or map it in the server's pg_ident.conf",
+    ),
+)
+# TLS that fails the same way until somebody changes something. The first half is libpq's own or OpenSSL's, never translated.
+_TLS_REFUSALS = (
+    (
+        r"certificate verify failed",
+        "its certificate is not one of the authority in sslrootcert, or has expired; name the right authority's file in sslrootcert, or "
+        "have the server's certificate renewed",
+    ),
+    (
+        r"does not match host name",
+        "its certificate is for another host: {said}; connect by the name in the certificate (hostaddr may give the address besides)",
+    ),
+    (r"alert certificate (expired|revoked)", "the client certificate in sslcert has {alert}; give one that is valid"),
+    (
+        r"certificate required|requires a valid client certificate|alert handshake failure",
+        "it takes no connection without a client certificate that it trusts; give one in sslcert, and its key in sslkey",
+    ),
+    (
+        r"alert (unknown ca|bad certificate|unsupported certificate|certificate unknown|decrypt error|access denied)",
+        "it does not trust the client certificate in sslcert; give one of an authority that it trusts (its ssl_ca_file)",
+    ),
+    (
+        r"does not support SSL",
+        "it has no TLS (SSL), which sslmode asks for; have it turned on there (ssl = on), or choose an sslmode that does without",
+    ),
+    (
+        r"no pg_hba.conf entry.*(no encryption|SSL off)",
+        "{said}; connect with TLS (sslmode=verify-full), or let its pg_hba.conf admit this user from here without",
+    ),
 )
 # Turned down now, perhaps not in a moment.
 _PASSING = re.compile(
@@ -210,6 +253,13 @@ _UNUSABLE = re.compile(
     r"|invalid (\w+) value|invalid integer value|invalid connection option|could not match \d+"
     r"|(root )?certificate file|certificate revocation list|private key file|sslmode|sslrootcert"
 )
+
+_FILES = {
+    "root certificate file": "the file of sslrootcert is not there or cannot be read; without the option it is ~/.postgresql/root.crt",
+    "certificate file": "the client certificate of sslcert is not there or cannot be read",
+    "certificate revocation list": "the revocation list of sslcrl is not there or cannot be read",
+    "private key file": "the key of sslkey is not there, cannot be read, is open to other users (chmod 0600), or does not fit sslcert",
+}
 
 
 def _connection_failure(error: psycopg.Error, parameters: dict[str, str]) -> PgwalError:
@@ -223,7 +273,7 @@ def _connection_failure(error: psycopg.Error, parameters: dict[str, str]) -> Pgw
         if match[0].startswith(("definition of", "service file")):
             about = " (its service is not in the service file)"
         elif "file" in match[0]:
-            about = " (a certificate or key file cannot be read)"
+            about = f" ({_FILES[match[0]]})"
         return SettingError(f"{_VARIABLE} or libpq's own variables hold something libpq cannot use{about}; correct it.")
     fatal = re.search(r"(?:FATAL|ERROR):\s+([^\n]+)", text)
     said = _one_line(fatal[1]) if fatal else _last_reason(text)
@@ -234,6 +284,11 @@ def _connection_failure(error: psycopg.Error, parameters: dict[str, str]) -> Pgw
     values |= {"user_sql": quote_ident(values["user"]), "dbname_sql": quote_ident(values["dbname"])}
     if _PASSING.search(said):
         return SourceUnavailable(f"The source {source} takes no connection now: {said}; try again in a while.")
+    for pattern, advice in _TLS_REFUSALS:
+        found = re.search(pattern, said)
+        if found:
+            alert = (found[1] if found.re.groups else "") or ""
+            return SourceRefused(f"No TLS connection to the source {source}: {advice.format(**values, alert=alert)}.")
     for pattern, advice in _REFUSALS:
         if re.search(pattern, said, re.IGNORECASE):
             return SourceRefused(f"The source {source} refused the connection: {advice.format(**values)}.")

@@ -83,6 +83,11 @@ class KeyOrder:
         """The condition of keys up to `bound` and of itself."""
         return self._compared(bound, strict=1, loose=2, row="<=")
 
+    def equal(self, bound: tuple[str, ...]) -> str:
+        """The condition of the one key `bound`."""
+        pairs = zip(self.key, bound, strict=True)
+        return " AND ".join(f"{column.sql} {column.operator(3)} {column.literal(text)}" for column, text in pairs)
+
     def _compared(self, bound: tuple[str, ...], *, strict: int, loose: int, row: str) -> str:
         values = [column.literal(text) for column, text in zip(self.key, bound, strict=True)]
         if all(column.operators == _PLAIN_OPERATORS for column in self.key):

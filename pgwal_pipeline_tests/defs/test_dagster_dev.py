@@ -88,6 +88,7 @@ def wait_for(what: str, met: Callable[[], bool], dev: Dev) -> None:
         time.sleep(1)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_the_ui_alone_is_enough(server: Postgres, stack: ExitStack, tmp_path: Path) -> None:
     source = stack.enter_context(fresh_source(server))

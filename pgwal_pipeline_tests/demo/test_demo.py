@@ -69,6 +69,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_the_demo_from_nothing_to_a_publish_and_again_after_a_kill(folder: Path) -> None:
     demo = Demo(folder)
     address = demo.await_text(r"Dagster's UI is on (http://127\.0\.0\.1:\d+)\.")

@@ -186,23 +186,18 @@ def _by_example(path: Path) -> dict[int, dict[Any, dict[str, Any]]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def outcomes(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, dict[Any, dict[str, Any]]]]:
+def test_rules(spark: "SparkSession", tmp_path: Path) -> None:
     """All examples at once: merged into what stood there, and on top of a snapshot of what stood there."""
-    folder = tmp_path_factory.mktemp("rules")
     cases = [_case(number, example) for number, example in enumerate(EXAMPLES)]
-    write_raw(str(folder / "raw"), cases)
-    chunks = write_snapshot(str(folder / "snapshot"), cases, GENERATION)
+    write_raw(str(tmp_path / "raw"), cases)
+    chunks = write_snapshot(str(tmp_path / "snapshot"), cases, GENERATION)
     nothing, followed = Traits(False, False, False), Traits(truncated=False)
-    replace(spark, replace_request(folder, WINDOW_BYTES, nothing, chunks, key=KEY, columns=COLUMNS))
+    replace(spark, replace_request(tmp_path, WINDOW_BYTES, nothing, chunks, key=KEY, columns=COLUMNS))
     # As for many rows: with compiled code.
-    merge(spark, altered(merge_request(folder, WINDOW_BYTES, 10 * WINDOW_BYTES, followed, key=KEY, columns=COLUMNS), rows=1 << 40))
-    whole = replace_request(folder, 10 * WINDOW_BYTES, followed, chunks, key=KEY, columns=COLUMNS, current="replaced")
+    merge(spark, altered(merge_request(tmp_path, WINDOW_BYTES, 10 * WINDOW_BYTES, followed, key=KEY, columns=COLUMNS), rows=1 << 40))
+    whole = replace_request(tmp_path, 10 * WINDOW_BYTES, followed, chunks, key=KEY, columns=COLUMNS, current="replaced")
     replace(spark, altered(whole, rows=1 << 40))
-    return [_by_example(folder / "current"), _by_example(folder / "replaced")]
-
-
-@pytest.mark.parametrize("number", range(len(EXAMPLES)), ids=[example.name for example in EXAMPLES])
-@pytest.mark.parametrize("way", [0, 1], ids=["merged", "replaced"])
-def test_rule(outcomes: list[dict[int, dict[Any, dict[str, Any]]]], number: int, way: int) -> None:
-    assert outcomes[way].get(number, {}) == EXAMPLES[number].after
+    wanted = {example.name: example.after for example in EXAMPLES}
+    for way in ("current", "replaced"):
+        found = _by_example(tmp_path / way)
+        assert {example.name: found.get(number, {}) for number, example in enumerate(EXAMPLES)} == wanted, way

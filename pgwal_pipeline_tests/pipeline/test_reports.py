@@ -6,11 +6,11 @@ from pgwal_pipeline.pipeline.reports import (
     PublishReport,
     RunReport,
     SnapshotReport,
+    SnapshotsReport,
     TableCounts,
     TablePublish,
     WindowReport,
     publish_json,
-    snapshots_json,
 )
 from pgwal_pipeline.relation import TableName
 
@@ -44,7 +44,7 @@ PUBLISH = PublishReport(
 
 
 def test_a_command_prints_what_its_steps_left() -> None:
-    snapshots = snapshots_json([SnapshotReport(ORDERS, 10, 100, 2, 3.0, 50.0), SnapshotReport(ODD, 1, 10, 1, 1.0, 52.5)])
+    snapshots = SnapshotsReport((SnapshotReport(ORDERS, 10, 100, 2, 3.0, 50.0), SnapshotReport(ODD, 1, 10, 1, 1.0, 52.5))).to_json()
     report = RunReport.join([snapshots, DRAIN.to_json(), publish_json(PUBLISH)])
     printed = json.loads(json.dumps(report.to_json(12.3456)))
     assert printed == {

@@ -247,7 +247,8 @@ def test_a_server_that_shuts_down_waits_for_the_confirmation_without_being_peste
                 stream.read(1 << 20, 0.2)
             assert stopping.is_alive()
             assert 2 <= told <= 25
-            with pytest.raises(SourceUnavailable, match="shuts down"):
+            # The server ends the stream, or the connection under it if the end does not come through in time.
+            with pytest.raises(SourceUnavailable, match=r"shuts down|closed the connection"):
                 while time.monotonic() < ended + 10:
                     stream.confirm(stream.server_position)
                     stream.read(1 << 20, 0.2)
