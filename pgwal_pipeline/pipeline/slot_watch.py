@@ -1,0 +1,65 @@
+"""A slot watched during long work beside the stream: what it keeps of the WAL has a limit, past which all of the work was for nothing."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from pgwal_pipeline.errors import SlotLost
+from pgwal_pipeline.postgres import slot
+from pgwal_pipeline.postgres.blockers import duration
+from pgwal_pipeline.postgres.slot import SlotState
+from pgwal_pipeline.progress import Progress
+
+_LOOK_EVERY = 2.0  # seconds
+_WARN_AT = 0.5  # of the WAL that may be kept
+_WARN_EVERY = 60.0  # seconds
+
+
+@dataclass
+class SlotWatch:
+    """Looks at the slot `name` from time to time; for one thread, which owns `conn`."""
+
+    conn: psycopg.Connection[Any]
+    name: str
+    progress: Progress
+    _looked: float = 0.0
+    _warned: float = float("-inf")
+    _first: tuple[float, int] | None = None
+
+    def look(self) -> None:
+        """Look at the slot if it is time for it. Raises SlotLost where it is gone or the server has given it up.
+
+        Past half of what the server may keep for it `progress` is warned, with the time that is left at the rate since the first look.
+        """
+        now = time.monotonic()
+        if now - self._looked < _LOOK_EVERY:
+            return
+        self._looked = now
+        state = slot.inspect(self.conn, self.name)
+        if state is None:
+            raise SlotLost(
+                f"Slot {self.name} was dropped while tables were read, and with it the changes since. Run `pgwal resnapshot --all` to make "
+                f"it anew and read every table again."
+            )
+        slot.require_usable(state, self.conn.info.dbname)
+        self._judge(state, now)
+
+    def _judge(self, state: SlotState, now: float) -> None:
+        if state.safe_wal_size is None or state.restart_lsn == 0:
+            return
+        end = state.confirmed_flush_lsn + state.lag_bytes
+        kept = max(0, end - state.restart_lsn)
+        self._first = self._first or (now, end)
+        share = kept / max(1, kept + max(0, state.safe_wal_size))
+        if share < _WARN_AT or now - self._warned < _WARN_EVERY:
+            return
+        self._warned = now
+        elapsed, written = now - self._first[0], end - self._first[1]
+        rate = written / elapsed if elapsed > 0 else 0.0
+        left = f"in {duration(max(0, state.safe_wal_size) / rate)} at the present rate" if rate > 0 else "when more is written"
+        self.progress.warn(
+            f"Slot {self.name} keeps {share:.0%} of the WAL that the source allows it, and is lost {left}: "
+            f"drain it (`pgwal drain`), or raise max_slot_wal_keep_size."
+        )

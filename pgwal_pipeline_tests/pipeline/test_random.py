@@ -1,0 +1,174 @@
+"""Random workloads and random changes of the tables under them: after each round every table is what the source holds, row for row.
+
+`PGWAL_TEST_SEED` and `PGWAL_TEST_ROUNDS` choose what is run; a failure prints both. `make soak` goes on for `PGWAL_SOAK_MINUTES` (240).
+"""
+
+import functools
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.pipeline import drain as drains
+from pgwal_pipeline.pipeline import snapshot as snapshots
+from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.relation import TableName
+from pgwal_pipeline_tests.oracle import assert_equal
+from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipeline.random_workload import Table, Workload
+from pgwal_pipeline_tests.support import Source, fresh_source
+
+_QUICK_SEED, _QUICK_ROUNDS = 11, 3
+_CHANGES = 150  # statements a round
+_SETTLED_WITHIN = 8  # rounds of reading, draining and publishing after which nothing may be left to read
+
+
+class Rounds:
+    """One database and one lake, and rounds of changes on them."""
+
+    def __init__(self, source: Source, pipeline: Pipeline, seed: int) -> None:
+        self.source = source
+        self.pipeline = pipeline
+        self.rng = random.Random(seed)
+        self.work = Workload(source, self.rng, pipeline.settings.publication)
+        self.work.begin(tables=4, writers=4)
+        self.compared = self.rows = self.reread = 0
+
+    def round(self) -> None:
+        for _ in range(_CHANGES):
+            self.work.step()
+        kind = self.rng.choice(("quiet", "open", "beside"))
+        self.work.settle(leave_open=kind == "open")
+        if kind == "beside":
+            self._run_beside()
+            self.work.settle(leave_open=False)
+        self._converge()
+        self.compare()
+        self.work.settle(leave_open=False)
+
+    def _run_beside(self) -> None:
+        """Writers go on, and tables are altered, while the pipeline runs."""
+        ended = threading.Event()
+
+        def write() -> None:
+            while not ended.wait(0.01):
+                self.work.step()
+
+        thread = threading.Thread(target=write, daemon=True)
+        thread.start()
+        try:
+            self._once()
+        finally:
+            ended.set()
+            thread.join()
+
+    def _once(self) -> None:
+        drains.bootstrap(self.pipeline.settings, progress=Silent())
+        if needed := snapshots.needed(self.pipeline.settings):
+            self.reread += len(needed)
+            self.pipeline.snapshot()
+        self.pipeline.drain()
+        self.pipeline.publish()
+
+    def _converge(self) -> None:
+        for _ in range(_SETTLED_WITHIN):
+            self._once()
+            if not snapshots.needed(self.pipeline.settings):
+                return
+            # A table that joined waits for the transactions of then.
+            self.work.settle(leave_open=False)
+        states = self.pipeline.ledger.tables()
+        left = {str(table): states[table].reason for table in snapshots.needed(self.pipeline.settings)}
+        raise AssertionError(f"still to be read: {left}")
+
+    def compare(self) -> None:
+        publish, states = self.pipeline.ledger.publish(), self.pipeline.ledger.tables()
+        assert publish is not None
+        for table in self.work.tables():
+            name = TableName(table.schema, table.name)
+            state = states[name]
+            assert state.state == _wanted(table), f"{name}: {state.state} {state.reason}"
+            if state.state == "ready":
+                pointer = publish.tables[name]
+                self.rows += assert_equal(self.source, table.quoted, pointer.path, pointer.version, state.dropped)
+                self.compared += 1
+                _assert_once(self.pipeline.lake, name)
+        there = {TableName(table.schema, table.name) for table in self.work.tables()}
+        assert {name.name for name, state in states.items() if name not in there and state.state not in ("gone", "skipped")} == set()
+
+
+def _wanted(table: Table) -> str:
+    lower = [column.name.lower() for column in table.columns]
+    if len(set(lower)) < len(lower):
+        return "error"  # Delta has no columns that differ only in case
+    return "ready" if table.usable else "skipped"
+
+
+def _assert_once(lake: Lake, name: TableName) -> None:
+    """No position stands in raw twice."""
+    position = ["_pgwal_commit_lsn", "_pgwal_ordinal", "_pgwal_op"]
+    raw = pl.scan_delta(lake.raw(name)).select(position).collect()
+    assert raw.is_duplicated().sum() == 0, f"{name}: changes stand in raw twice"
+
+
+def _report(rounds: Rounds, seed: int, number: int, error: BaseException) -> str:
+    named = next((table.name for table in rounds.work.tables() if table.name in str(error)), "COMMIT")
+    return (
+        f"seed {seed}, round {number}: {error}\nTo repeat: PGWAL_TEST_SEED={seed} PGWAL_TEST_ROUNDS={number} "
+        f"pytest pgwal_pipeline_tests/pipeline/test_random.py -k in_short\n"
+        f"What was done to it:\n{rounds.work.history(named)}"
+    )
+
+
+def _run(make_pipeline: Callable[..., Pipeline], spark: Any, source: Source, seed: int, enough: Callable[[int], bool]) -> Rounds:
+    pipeline = make_pipeline(memory_budget="1MB", snapshot_chunk_rows=7, blocked_timeout=3)
+    pipeline.source, pipeline.spark = source, lambda: spark
+    rounds, number = Rounds(source, pipeline, seed), 0
+    while not enough(number):
+        number += 1
+        try:
+            rounds.round()
+        except Exception as error:
+            raise AssertionError(_report(rounds, seed, number, error)) from error
+    return rounds
+
+
+@pytest.mark.timeout(900)
+def test_random_changes_in_short(source: Source, make_pipeline: Callable[..., Pipeline], spark: Any) -> None:
+    seed = int(os.environ.get("PGWAL_TEST_SEED", _QUICK_SEED))
+    wanted = int(os.environ.get("PGWAL_TEST_ROUNDS", _QUICK_ROUNDS))
+    rounds = _run(make_pipeline, spark, source, seed, lambda number: number >= wanted)
+    assert rounds.compared
+
+
+@pytest.mark.soak
+def test_random_changes_for_hours(postgres: Any, make_pipeline: Callable[..., Pipeline], spark: Any, tmp_path: Path) -> None:
+    """Seed after seed, ten rounds each, until the time is over; the figures are in artifacts/soak.json."""
+    end = time.monotonic() + 60 * float(os.environ.get("PGWAL_SOAK_MINUTES", "240"))
+    seed = int(os.environ.get("PGWAL_TEST_SEED", "1000"))
+    figures = {"seeds": 0, "rounds": 0, "statements": 0, "compared": 0, "rows": 0, "reread": 0}
+    while time.monotonic() < end:
+        with fresh_source(postgres) as source:
+            done = 0
+
+            def enough(number: int) -> bool:
+                nonlocal done
+                done = number
+                return number >= 10 or time.monotonic() > end
+
+            make = functools.partial(make_pipeline, source_dsn=source.dsn, lake=str(tmp_path / f"lake{seed}"))
+            rounds = _run(make, spark, source, seed, enough)
+        seed += 1
+        found = {"seeds": 1, "rounds": done, "statements": len(rounds.work.log), "compared": rounds.compared, "rows": rounds.rows}
+        for name, value in (found | {"reread": rounds.reread}).items():
+            figures[name] += value
+        Path("artifacts").mkdir(exist_ok=True)
+        Path("artifacts/soak.json").write_text(json.dumps(figures | {"next_seed": seed}))
