@@ -7,7 +7,7 @@ from rich.console import Console
 
 from bench.report import RESULTS, Result, save, show
 
-NAMES = ("drain", "tables", "memory", "publish", "help")
+NAMES = ("drain", "tables", "memory", "publish", "snapshot", "catch_up", "help")
 
 
 @click.command()
@@ -18,7 +18,8 @@ def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
     """Run the benchmarks called NAMES, or all of them.
 
     drain: 800,000 changes against pg_recvlogical. tables: the same over 50 tables and in one. memory: one transaction of 5 million rows and
-    of 1 million. publish: 100,000 changed keys into a million rows against a MERGE by hand. help: how soon the command answers.
+    of 1 million. publish: 100,000 changed keys into a million rows against a MERGE by hand. snapshot: 3 million rows against COPY. catch_up: 2 GB of WAL in one, two and three
+    windows, one round. help: how soon the command answers.
     """
     console = Console()
     for name in names or NAMES:
@@ -49,6 +50,14 @@ def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:
             from bench.publishes import against_merge
 
             return lambda: against_merge(size(1_000_000), size(100_000), rounds)
+        case "snapshot":
+            from bench.snapshots import against_copy
+
+            return lambda: against_copy(size(3_000_000), rounds)
+        case "catch_up":
+            from bench.catch_up import in_windows
+
+            return lambda: in_windows(size(2 << 30), 1)
         case _:
             from bench.startup import help_text
 

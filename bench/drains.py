@@ -24,12 +24,12 @@ def against_pg_recvlogical(changes: int, rounds: int) -> Result:
         # A slot for each round, made before the load: every one of them has the same backlog.
         for number in range(rounds):
             bootstrap(_settings(dsn, folder, number), progress=Silent())
-            _make_slot(dsn, f"recv_{number}")
+            make_slot(dsn, f"recv_{number}")
         made = load(dsn, tables, changes)
         end = flush_lsn(dsn)
         ours, theirs, rows = [], [], 0
         for number in range(rounds):
-            theirs.append(_pg_recvlogical(postgres, dsn, f"recv_{number}", end))
+            theirs.append(pg_recvlogical(postgres, dsn, f"recv_{number}", end))
             seconds, rows = _drain(_settings(dsn, folder, number))
             ours.append(seconds)
             assert rows == made, f"{made} changes were made, {rows} were drained"
@@ -81,12 +81,14 @@ def _drain(settings: Settings) -> tuple[float, int]:
     return time.perf_counter() - begin, sum(window.changes for window in report.windows)
 
 
-def _make_slot(dsn: str, name: str) -> None:
+def make_slot(dsn: str, name: str) -> None:
+    """A slot for `pg_recvlogical`."""
     with psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [name])
 
 
-def _pg_recvlogical(postgres: Postgres, dsn: str, slot: str, end: str) -> float:
+def pg_recvlogical(postgres: Postgres, dsn: str, slot: str, end: str) -> float:
+    """Wall seconds of reading `slot` up to `end` with the server's own program, which throws away what it reads."""
     options = [f"--option=publication_names={PUBLICATION}", "--option=proto_version=4", f"--endpos={end}"]
     command = [
         str(postgres.installation.bin / "pg_recvlogical"),

@@ -58,16 +58,18 @@ def make_tables(dsn: str, count: int) -> list[str]:
     return names
 
 
-def load(dsn: str, tables: Sequence[str], changes: int) -> int:
+def load(dsn: str, tables: Sequence[str], changes: int, times: int = 0) -> int:
     """Make about `changes` changes, 60 % inserts, 30 % updates and 10 % deletes, in transactions of a thousand on one table after another.
 
-    Returns the exact number. Updates and deletes hit rows that the transaction before on the same table has inserted.
+    Returns the exact number. Updates and deletes hit rows that the transaction before on the same table has inserted. `times` is how often
+    that many were made before.
     """
     inserts = _BATCH * 6 // 10
     made = 0
+    turns = round(changes / _BATCH) // len(tables)
     with psycopg.connect(dsn, autocommit=True) as conn:
         for batch in range(round(changes / _BATCH)):
-            table, turn = tables[batch % len(tables)], batch // len(tables)
+            table, turn = tables[batch % len(tables)], turns * times + batch // len(tables)
             first = turn * inserts
             before = f"id >= {first - inserts} AND id < {first}"
             with conn.transaction():

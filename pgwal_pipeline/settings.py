@@ -133,6 +133,17 @@ class Settings(BaseModel):
             "PGWAL_SOURCE_DSN is not set; it takes the source's libpq string or URI, such as postgresql://user@host/database."
         )
 
+    def to_environment(self) -> dict[str, str]:
+        """The `PGWAL_*` variables from which `from_environment` makes the same settings in another process; the DSN is among them."""
+        values = self.model_dump(exclude_none=True) | (
+            {} if self.source_dsn is None else {"source_dsn": self.source_dsn.get_secret_value()}
+        )
+        return {
+            PREFIX + name.upper(): json.dumps(value) if isinstance(value, dict) else str(value)
+            for name, value in values.items()
+            if value != {}
+        }
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **overrides: Any) -> Self:
         """Read the `PGWAL_*` variables; empty ones count as unset, `overrides` win. Raises SettingError naming the variable."""

@@ -16,13 +16,13 @@ from pgwal_pipeline.lake import rows as as_rows
 from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.log import SEQUENCE, RowLog
-from pgwal_pipeline.lake.records import Chunk, Publish, Source, TablePointer, TableState, Window
+from pgwal_pipeline.lake.records import Chunk, Plan, Publish, Read, Source, TablePointer, TableState, Window
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.relation import TableName
 
-__all__ = ["LOGS", "Chunk", "Ledger", "Publish", "Source", "TablePointer", "TableState", "Window"]
+__all__ = ["LOGS", "Chunk", "Ledger", "Plan", "Publish", "Read", "Source", "TablePointer", "TableState", "Window"]
 
-LOGS = ("source", "windows", "tables", "chunks", "publishes")
+LOGS = ("source", "windows", "plans", "reads", "tables", "chunks", "publishes")
 """The names of the ledger's Delta tables, as `Lake.ledger` takes them."""
 
 _CONFLICT = "Only one pipeline may feed a lake: see that no other one uses PGWAL_LAKE, then try again."
@@ -38,6 +38,8 @@ class Ledger:
         self.lake = lake
         self._source = RowLog(lake, "source", as_rows.SOURCE, ["slot"])
         self._windows = RowLog(lake, "windows", as_rows.WINDOWS, ["key"], without_pruned)
+        self._plans = RowLog(lake, "plans", as_rows.PLANS, ["start_lsn"])
+        self._reads = RowLog(lake, "reads", as_rows.READS, ["key"])
         self._tables = RowLog(lake, "tables", as_rows.TABLES, ["table"])
         self._chunks = RowLog(lake, "chunks", as_rows.CHUNKS, ["table", "generation", "chunk"])
         self._publishes = RowLog(lake, "publishes", as_rows.PUBLISHES, ["lsn"])
@@ -72,7 +74,46 @@ class Ledger:
         To write the same again is nothing, and `complete` follows `prepared`. Raises LakeError where it overlaps another window, or where
         another process has written the same range.
         """
-        self._windows.append(lambda rows: self._accept(window, rows))
+        self.append_windows([window])
+
+    def append_windows(self, windows: Sequence[Window]) -> None:
+        """Write windows down that follow one another, all of them in one commit; otherwise as `append_window`."""
+
+        def decide(rows: pa.Table) -> pa.Table:
+            added = [row for row in (self._accept(window, rows) for window in windows) if row.num_rows]
+            return pa.concat_tables(added) if added else rows.slice(0, 0)
+
+        self._windows.append(decide)
+
+    def record_plan(self, plan: Plan) -> None:
+        """Write down how a backlog is cut; a newer plan from the same position replaces an older one."""
+        self._plans.append(lambda _: as_rows.plan_rows(plan, _now()))
+
+    def plan(self) -> Plan | None:
+        """The plan that goes on from the frontier, None where there is none: all of its windows are still to be counted."""
+        found = as_rows.plans(self._plans.rows())
+        frontier = self.frontier() if found else None
+        return next((plan for plan in found if plan.start_lsn == frontier and plan.ends), None)
+
+    def record_read(self, read: Read) -> None:
+        """Write down that a window of a plan has been read: its files are kept from here on. Where it is there already, that one counts."""
+
+        def decide(rows: pa.Table) -> pa.Table:
+            known = rows.filter((pc.field("key") == read.window.key) & (pc.field("start_lsn") == read.window.start_lsn))
+            row = as_rows.read_rows(read, self.lake, _now())
+            return row if known.num_rows == 0 else row.slice(0, 0)
+
+        self._reads.append(decide)
+
+    def forget_read(self, window: Window) -> None:
+        """Take a window of a plan back: it has to be read again."""
+        self._reads.rewrite(lambda rows: rows.filter(pc.field("key") != window.key))
+
+    def reads(self, plan: Plan) -> dict[str, Read]:
+        """The windows of `plan` that have been read, by their keys."""
+        rows = self._reads.rows()
+        found = {(read.window.start_lsn, read.window.end_lsn): read for read in as_rows.reads(rows, self.lake)}
+        return {found[limits].window.key: found[limits] for limits in plan.ranges if limits in found}
 
     def prune_windows(self, keys: Iterable[str]) -> None:
         """Write down that raw has these complete windows no longer; those that follow one another become one record."""
@@ -149,7 +190,10 @@ class Ledger:
         return set(self._chunks.rows().filter(pc.field("table") == str(table))["generation"].to_pylist())
 
     def forget(self, published_before: datetime, read_before: datetime) -> None:
-        """Drop the publishes made before one time, but the newest, and the chunks written before another of snapshots no table goes by."""
+        """Drop the publishes made before one time, but the newest, and the chunks written before another of snapshots no table goes by.
+
+        Plans that are done go too.
+        """
 
         def recent(rows: pa.Table) -> pa.Table:
             return rows.filter(
@@ -162,8 +206,11 @@ class Ledger:
             pairs = zip(rows["table"].to_pylist(), rows["generation"].to_pylist(), rows["at"].to_pylist(), strict=True)
             return rows.filter(pa.array([(table, name) in kept or at >= read_before for table, name, at in pairs], pa.bool_()))
 
+        frontier = self.frontier() or 0
         self._publishes.rewrite(recent)
         self._chunks.rewrite(living)
+        self._plans.rewrite(lambda rows: rows.filter(pc.field("start_lsn") >= frontier))
+        self._reads.rewrite(lambda rows: rows.filter(pc.field("start_lsn") >= frontier))
 
     def _as_windows(self, rows: pa.Table) -> list[Window]:
         """The windows of `rows`; each record is turned into an object once."""

@@ -153,7 +153,8 @@ def vacuum(lake: Lake, ledger: Ledger, readers: timedelta = _READERS, writers: t
     """Remove the files of raw, snapshots and ledger that no version needs; returns how many.
 
     Those taken out of a table go once they have been out for longer than `readers`. Those that never were in one, left behind by a process
-    that died, go when they are older than `writers`; while a window is prepared none does, since it may name them. Raises LakeError.
+    that died, go when they are older than `writers`; while a window is prepared or read ahead none does, since it may name them.
+    Raises LakeError.
     """
     logs = [lake.ledger(name) for name in LOGS]
     data = [uri for uri, _ in _partitioned(lake, ledger.tables())]
@@ -164,7 +165,7 @@ def vacuum(lake: Lake, ledger: Ledger, readers: timedelta = _READERS, writers: t
             if table is None:
                 continue
             removed += len(_vacuum(table, readers, full=False))
-            if not ledger.prepared():
+            if not ledger.prepared() and ledger.plan() is None:
                 removed += len(_vacuum(table, writers, full=True))
     return removed
 

@@ -4,7 +4,7 @@ A window's Parquet files are written while the stream is read and belong to noth
 names them (`prepared`), and `commit_window` then makes them part of their Delta tables, as often as it takes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
@@ -32,11 +32,21 @@ from pgwal_pipeline.lake.delta import (
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, move, new_file_name, plain_schema, plain_tables
 from pgwal_pipeline.lake.records import FileWrite, TableWrite
-from pgwal_pipeline.lake.schema import changed_type, check_columns, fitted, partitioned_schema
+from pgwal_pipeline.lake.schema import changed_type, check_columns, fits, fitted, partitioned_schema
 from pgwal_pipeline.lsn import parse_window_key
 from pgwal_pipeline.relation import Relation, TableName
 
-__all__ = ["PARTITION", "Changes", "FileWrite", "TableWrite", "WindowWriter", "check_columns", "commit_window", "ensure_raw_table"]
+__all__ = [
+    "PARTITION",
+    "Changes",
+    "FileWrite",
+    "TableWrite",
+    "WindowWriter",
+    "check_columns",
+    "commit_window",
+    "ensure_raw_table",
+    "first_misfit",
+]
 
 PARTITION = "_pgwal_window"
 """The partition column of raw: the window's key."""
@@ -121,12 +131,14 @@ class WindowWriter:
     """Writes the changes of one window to Parquet files in the raw tables' folders, which no commit names yet.
 
     At most about `budget` bytes of rows are held: the largest table's are written out first, while more are taken in. With `key`, which is
-    the window's, files are put into its partition's folder at once; without, `commit_window` moves them there. For one thread; as a
-    context manager it takes its files away again when the block fails. Its methods raise LakeError where the lake cannot be written.
+    the window's, files are put into its partition's folder at once; without, `commit_window` moves them there. `expected` are the schemas
+    that raw tables will have, by their addresses, where windows before this one are not committed yet. For one thread; as a context
+    manager it takes its files away again when the block fails. Its methods raise LakeError where the lake cannot be written.
     """
 
-    def __init__(self, lake: Lake, budget: int, key: str | None = None) -> None:
+    def __init__(self, lake: Lake, budget: int, key: str | None = None, expected: Mapping[str, Schema] | None = None) -> None:
         self._lake = lake
+        self._expected = expected or {}
         self._budget = budget
         self._partition = "" if key is None else f"{PARTITION}={key}/"
         self._buffers: dict[TableName, _Buffer] = {}
@@ -204,7 +216,7 @@ class WindowWriter:
             buffer.arrow = arrow
             return buffer
         path = self._lake.raw(table)
-        standing = self._pool.submit(_standing_schema, self._lake, path)
+        standing = self._pool.submit(_standing_schema, self._lake, path, self._expected)
         write = TableWrite(table=str(table), path=path, schema_json="")
         buffer = self._buffers[table] = _Buffer(self._lake.layer_path("raw", table), standing, arrow, write)
         return buffer
@@ -252,9 +264,30 @@ def _fit(buffer: _Buffer) -> tuple[Schema, pa.Schema]:
     return Schema([*has.fields, *missing_fields(has, partitioned_schema(named, PARTITION))]), named
 
 
-def _standing_schema(lake: Lake, path: str) -> Schema | None:
+def _standing_schema(lake: Lake, path: str, expected: Mapping[str, Schema] | None = None) -> Schema | None:
+    if expected and path in expected:
+        return expected[path]
     table = open_table(lake, path)
     return None if table is None else table.schema()
+
+
+def first_misfit(lake: Lake, windows: Sequence[Iterable[TableWrite]]) -> tuple[int, dict[str, Schema]] | None:
+    """The first of windows to be committed after one another whose files do not fit the tables as they will be by then.
+
+    That happens to windows that were read side by side: a column is new in one and has another type in a later one. With it come the
+    tables' schemas by then, by their addresses, for it to be read again. None where all fit.
+    """
+    paths = list({write.path for writes in windows for write in writes})
+    standing = side_by_side(lambda path: _standing_schema(lake, path), paths, 8 if lake.is_local else 16)
+    schemas = {path: schema for path, schema in zip(paths, standing, strict=True) if schema is not None}
+    for number, writes in enumerate(windows):
+        fields = {write.path: Schema.from_json(write.schema_json) for write in writes}
+        if not all(fits(schemas.get(path, Schema([])), wanted) for path, wanted in fields.items()):
+            return number, schemas
+        for path, wanted in fields.items():
+            has = schemas.get(path, Schema([]))
+            schemas[path] = Schema([*has.fields, *missing_fields(has, wanted)])
+    return None
 
 
 def _write_file(lake: Lake, path: str, folder: str, schema: pa.Schema, rows: list[pa.Table]) -> FileWrite:

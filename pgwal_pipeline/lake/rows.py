@@ -12,7 +12,9 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.records import (
     Chunk,
     FileWrite,
+    Plan,
     Publish,
+    Read,
     Source,
     TablePointer,
     TableState,
@@ -71,6 +73,8 @@ WINDOWS = pa.schema(
         ("tables", pa.list_(_WRITE)),
     ]
 )
+PLANS = pa.schema([("start_lsn", pa.int64()), ("ends", pa.list_(pa.int64())), ("ended", pa.string()), ("at", _MOMENT)])
+READS = pa.schema([*WINDOWS, pa.field("streamed", pa.string())])
 TABLES = pa.schema(
     [
         ("table", pa.string()),
@@ -169,6 +173,26 @@ def _writes(lists: pa.ListArray, lake: Lake) -> Iterator[tuple[TableWrite, ...]]
     ]
     remaining = iter(writes)
     return (tuple(islice(remaining, length)) for length in np.diff(lists.offsets.to_numpy()).tolist())
+
+
+def plan_rows(plan: Plan, now: datetime) -> pa.Table:
+    """One row of PLANS."""
+    return pa.Table.from_pylist([_fields(plan) | {"ends": list(plan.ends), "at": plan.at or now}], PLANS)
+
+
+def plans(rows: pa.Table) -> list[Plan]:
+    """The plans in `rows`, in their order."""
+    return [Plan(**_known(Plan, row, ends=tuple(row["ends"] or ()))) for row in _records(rows)]
+
+
+def read_rows(read: Read, lake: Lake, now: datetime) -> pa.Table:
+    """One row of READS; the window is a prepared one, so that its files stand in it."""
+    return window_rows([read.window], lake, now).append_column("streamed", pa.array([read.streamed], pa.string()))
+
+
+def reads(rows: pa.Table, lake: Lake) -> list[Read]:
+    """The windows in `rows` that were read ahead, in their order."""
+    return [Read(window, text) for window, text in zip(windows(rows, lake), rows["streamed"].to_pylist(), strict=True)]
 
 
 def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:

@@ -63,6 +63,12 @@ def fitted(has: Schema, rows: pa.Schema) -> pa.Schema:
     return pa.schema(fields, rows.metadata)
 
 
+def fits(has: Schema, wanted: Schema) -> bool:
+    """Whether a table with the columns of `has` takes those of `wanted` beside them under the names that they have."""
+    known = {field.name.lower(): (field.name, _kind(field)) for field in has.fields}
+    return all(known.get(field.name.lower(), (field.name, _kind(field))) == (field.name, _kind(field)) for field in wanted.fields)
+
+
 def _kind(field: Field) -> Any:
     return json.loads(field.type.to_json())
 

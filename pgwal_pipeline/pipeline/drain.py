@@ -1,9 +1,8 @@
 """The drain: everything that was committed up to one LSN goes from the slot to the lake in a single pass over the WAL."""
 
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,22 +11,23 @@ from typing import Any
 import psycopg
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.decode.pgoutput import RelationMessage
-from pgwal_pipeline.errors import SlotLost, SourceUnavailable, TableError
+from pgwal_pipeline.errors import SlotLost, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Window
-from pgwal_pipeline.lake.raw import commit_window
-from pgwal_pipeline.lsn import format_lsn, window_key
+from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline import bootstrap as bootstraps
+from pgwal_pipeline.pipeline import catch_up
 from pgwal_pipeline.pipeline.bootstrap import Attached, attach
-from pgwal_pipeline.pipeline.looks import Streamed, looks, next_xid, review_tables
+from pgwal_pipeline.pipeline.catch_up import Pace, falling_behind
+from pgwal_pipeline.pipeline.changes import Look
+from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, recover, review, window_of
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
 from pgwal_pipeline.pipeline.window import read_window
-from pgwal_pipeline.postgres import catalog, slot
+from pgwal_pipeline.postgres import catalog, slot, slot_state
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.progress import Progress
-from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.xid import Snapshot
 
@@ -54,13 +54,14 @@ def next_target(settings: Settings) -> int:
 
 
 def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress) -> DrainReport:
-    """Bring raw up to `end_lsn`, by default the source's flush position now, as one window, and confirm the slot to there.
+    """Bring raw up to `end_lsn`, by default the source's flush position now, and confirm the slot to there.
 
-    Every transaction with a commit LSN below the window's end is in raw afterwards, once, and no other. A window that a crash left half
-    committed is completed first. Raises SlotBusy when another drain holds the slot for longer than PGWAL_BUSY_TIMEOUT.
+    That is one window, or several read side by side where the backlog is longer than PGWAL_CATCHUP_THRESHOLD. Every transaction with a
+    commit LSN below the last window's end is in raw afterwards, once, and no other. What a crash left half done is completed first; the
+    end of a backlog that was being caught up may lie past `end_lsn`. Raises SlotBusy when another drain holds the slot for longer than
+    PGWAL_BUSY_TIMEOUT.
     """
-    lake = Lake(settings.lake)
-    ledger = Ledger(lake)
+    ledger = Ledger(Lake(settings.lake))
     warnings: list[str] = []
 
     def warn(text: str) -> None:
@@ -73,138 +74,105 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
         attached = attach(settings, conn, warn=warn)
         for table, reason in sorted(attached.skipped.items()):
             warn(f"Table {table} is left out: {reason}.")
-        reports = [window_report(window) for window in recover(lake, ledger)]
+        run = Pass(settings, ledger, conn, attached.server_version, warn, progress)
+        reports = [window_report(window) for window in recover(ledger.lake, ledger)]
+        seconds: Counter[str] = Counter()
+        for report in reports:
+            seconds.update(report.seconds)
         frontier = ledger.frontier()
         assert frontier is not None
-        end = catalog.flush_lsn(conn) if end_lsn is None else end_lsn
-        ended = Snapshot.parse(catalog.running_transactions(conn))
+        flushed, started = catalog.flush_lsn(conn), time.perf_counter()
+        end = flushed if end_lsn is None else end_lsn
+        ended = catalog.running_transactions(conn)
         lag_before = slot.lag(conn, settings.slot)
-        if end > frontier or attached.slot.confirmed_flush_lsn < frontier:
-            started = time.perf_counter()
-            stream = stack.enter_context(
-                ReplicationStream.open(settings.dsn, settings.slot, settings.publication, frontier, server_version=attached.server_version)
-            )
-            window = (
-                _drain_window(settings, ledger, conn, attached, ended, stream, frontier, end, warn, progress) if end > frontier else None
-            )
-            failpoints.hit("drain.before_confirm")
-            stream.confirm(max(end, frontier))
-            _await_confirmation(conn, settings.slot, max(end, frontier))
-            failpoints.hit("drain.after_confirm")
-            if window is not None:
-                reports.append(_report(window, time.perf_counter() - started))
-        lag_after = slot.lag(conn, settings.slot)
-    seconds: Counter[str] = Counter()
+        for report, spent in _windows(run, attached, frontier, end, ended):
+            reports.append(report)
+            seconds.update(spent)
+        state = slot_state.existing(conn, settings.slot)
+        pace = Pace(
+            drained=max([frontier, *(report.end_lsn for report in reports)]) - frontier,
+            written=catalog.flush_lsn(conn) - flushed,
+            seconds=time.perf_counter() - started,
+            left=state.lag_bytes,
+            safe=state.safe_wal_size,
+        )
+        if (behind := falling_behind(settings.slot, pace, settings.catchup_threshold)) is not None:
+            warn(behind)
+    tables: dict[TableName, TableCounts] = dict.fromkeys(attached.tables, TableCounts())
     for report in reports:
-        seconds.update(report.seconds)
-    tables = dict.fromkeys(attached.tables, TableCounts()) | {
-        table: counts for report in reports for table, counts in report.tables.items()
-    }
+        for table, counts in report.tables.items():
+            tables[table] = tables.get(table, TableCounts()) + counts
     return DrainReport(
         windows=tuple(reports),
         tables=tables,
         warnings=tuple(warnings),
         lag_before=lag_before,
-        lag_after=lag_after,
+        lag_after=state.lag_bytes,
         seconds=dict(seconds),
     )
 
 
-def recover(lake: Lake, ledger: Ledger) -> tuple[Window, ...]:
-    """Complete the windows that were prepared when a process died: their files are durable, so they are named in raw and done."""
-    windows = ledger.prepared()
-    for window in windows:
-        _complete(lake, ledger, window)
-    return windows
+def _windows(run: Pass, attached: Attached, frontier: int, end: int, ended: str) -> Iterator[tuple[WindowReport, Mapping[str, float]]]:
+    """Drain from the frontier to `end`: the windows' reports, each with the seconds by stage that it adds to those of the whole drain.
+
+    First the rest of a backlog that a crash cut off, then what came after it.
+    """
+    before: Mapping[TableName, Look] = attached.tables
+    confirmed = attached.slot.confirmed_flush_lsn
+    plan = run.ledger.plan()
+    while plan is not None or end > frontier:
+        plan = plan or catch_up.plan(run, frontier, end, ended)
+        started = time.perf_counter()
+        done = None if plan is None else catch_up.carry_out(run, plan, before)
+        if done is None:
+            plan = None
+            break
+        windows, before = done
+        for number, window in enumerate(windows):
+            # They ran side by side: the time that passed counts once.
+            passed = time.perf_counter() - started if number == 0 else 0.0
+            yield window_report(window), {**window.seconds, "drain": passed}
+        frontier = confirmed = max(window.end_lsn for window in windows)
+        plan = None
+    if end > frontier or confirmed < frontier:
+        started = time.perf_counter()
+        with _open(run, frontier) as stream:
+            window = _drain_window(run, before, Snapshot.parse(ended), stream, frontier, end) if end > frontier else None
+            failpoints.hit("drain.before_confirm")
+            stream.confirm(max(end, frontier))
+            _await_confirmation(run.conn, run.settings.slot, max(end, frontier))
+            failpoints.hit("drain.after_confirm")
+        if window is not None:
+            report = _report(window, time.perf_counter() - started)
+            yield report, report.seconds
 
 
-def _drain_window(
-    settings: Settings,
-    ledger: Ledger,
-    conn: psycopg.Connection[Any],
-    attached: Attached,
-    ended: Snapshot,
-    stream: ReplicationStream,
-    start: int,
-    end: int,
-    warn: Callable[[str], None],
-    progress: Progress,
-) -> Window:
-    lake = ledger.lake
+def _open(run: Pass, frontier: int) -> ReplicationStream:
+    return ReplicationStream.open(
+        run.settings.dsn, run.settings.slot, run.settings.publication, frontier, server_version=run.server_version
+    )
+
+
+def _drain_window(run: Pass, before: Mapping[TableName, Look], ended: Snapshot, stream: ReplicationStream, start: int, end: int) -> Window:
     read = read_window(
         stream,
-        lake,
-        _describe_on(conn),
+        run.ledger.lake,
+        describe_on(run.conn),
         start_lsn=start,
         end_lsn=end,
-        memory_budget=settings.memory_budget,
-        progress=progress,
+        memory_budget=run.settings.memory_budget,
+        progress=run.progress,
     )
     failpoints.hit("drain.after_files")
-    streamed = Streamed({relation.oid: relation for relation in read.relations}, read.truncated, ended)
-    found = looks(conn, settings.publication)
-    again = review_tables(ledger, attached.tables, found, streamed, next_xid(conn), rewrites=settings.on_rewrite == "resnapshot")
-    for table, reason in again.items():
-        warn(f"Table {table}: {reason}.")
-    _record_refused(ledger, read.refused)
-    window = Window(
-        key=window_key(end),
-        slot=settings.slot,
-        start_lsn=start,
-        end_lsn=end,
-        state="prepared",
-        transactions=read.transactions,
-        changes=read.changes,
-        bytes=read.bytes,
-        seconds=read.seconds,
-        min_xid=read.min_xid,
-        max_xid=read.max_xid,
-        tables=read.writes,
-    )
+    review(run, before, Told.of(read), ended)
+    window = window_of(run.settings.slot, start, end, read)
     started = time.perf_counter()
     with ThreadPoolExecutor(1, "pgwal-commit") as pool:
-        commit = pool.submit(_commit, lake, ledger, window)
+        commit = pool.submit(count, run.ledger, [window])
         while not wait([commit], _ANSWER_EVERY).done:
             stream.keep_alive()
         commit.result()
     return replace(window, seconds=read.seconds | {"write": read.seconds["write"] + time.perf_counter() - started})
-
-
-def _commit(lake: Lake, ledger: Ledger, window: Window) -> None:
-    """Make a window durable: from its ledger record on it is never read again, whatever happens to the commits that follow."""
-    ledger.append_window(window)
-    failpoints.hit("drain.after_prepared")
-    _complete(lake, ledger, window)
-
-
-def _complete(lake: Lake, ledger: Ledger, window: Window) -> None:
-    commit_window(lake, window.key, window.tables)
-    failpoints.hit("drain.before_complete")
-    ledger.append_window(replace(window, state="complete"))
-
-
-def _describe_on(conn: psycopg.Connection[Any]) -> Callable[[RelationMessage], Relation]:
-    """The catalog's answer to a Relation message, asked on `conn` from whichever thread decodes."""
-    lock = threading.Lock()
-
-    def describe(message: RelationMessage) -> Relation:
-        with lock:
-            return catalog.describe(conn, message)
-
-    return describe
-
-
-def _record_refused(ledger: Ledger, refused: Iterable[TableError]) -> None:
-    """Put tables whose changes could not be written in error: what this window had of them is only in the source now."""
-    reasons = {error.table: str(error) for error in refused}
-    if reasons:
-        ledger.amend_tables(
-            lambda known: [
-                replace(state, state="error", reason=reasons[str(state.table)], generation=None, published=None)
-                for state in known.values()
-                if str(state.table) in reasons
-            ]
-        )
 
 
 def _await_confirmation(conn: psycopg.Connection[Any], name: str, lsn: int) -> None:

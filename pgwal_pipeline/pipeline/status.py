@@ -6,9 +6,9 @@ from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Publish, TableState
-from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.lsn import format_lsn, window_key
 from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePublish
-from pgwal_pipeline.postgres import catalog, slot
+from pgwal_pipeline.postgres import catalog, copies, slot
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
 
@@ -62,6 +62,7 @@ def status(settings: Settings) -> dict[str, Any]:
         "slot": _slot(settings),
         "frontier": None if frontier is None else format_lsn(frontier),
         "publish": None if publish is None else publish_report(publish).to_json(),
+        "windows": _under_way(settings, ledger),
         "tables": {
             str(table): {
                 "state": _shown(state),
@@ -74,6 +75,35 @@ def status(settings: Settings) -> dict[str, Any]:
             for table, state in sorted(ledger.tables().items())
         },
     }
+
+
+def _under_way(settings: Settings, ledger: Ledger) -> list[dict[str, Any]]:
+    """The windows of a backlog that is being caught up.
+
+    `state` is `read` for one that waits for the others, `reading` for one that is being read, `planned` for the rest; `done_bytes` is how
+    much of its WAL has been sent, None where nobody knows.
+    """
+    plan = ledger.plan()
+    if plan is None:
+        return []
+    reads = ledger.reads(plan)
+    positions = _positions(settings)
+    found = []
+    for start, end in plan.ranges:
+        key, sent = window_key(end), positions.get(start)
+        state = "read" if key in reads else "planned" if sent is None else "reading"
+        done = end - start if state == "read" else None if sent is None else max(0, min(sent, end) - start)
+        found.append({"key": key, "start_lsn": format_lsn(start), "end_lsn": format_lsn(end), "state": state, "done_bytes": done})
+    return found
+
+
+def _positions(settings: Settings) -> dict[int, int]:
+    """How far the readers of the slot and of its copies have come, by where they began; none while the source is down."""
+    try:
+        with connect(settings.dsn, connect_timeout=5) as conn:
+            return copies.positions(conn, settings.slot)
+    except PgwalError:
+        return {}
 
 
 def _shown(state: TableState) -> str:

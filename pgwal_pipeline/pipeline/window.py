@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pyarrow.compute as pc
+from deltalake import Schema
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.batch import Decoded, Decoder
@@ -178,16 +179,19 @@ def read_window(
     end_lsn: int,
     memory_budget: int,
     progress: Progress,
+    stage: str = "drain",
+    expected: Mapping[str, Schema] | None = None,
 ) -> WindowRead:
     """Read every transaction with `start_lsn <= commit LSN < end_lsn` from `stream` into Parquet files in the lake.
 
     Ends when the server has read past `end_lsn`; its silence never counts as that, for a walsender is silent while it decodes a large
     transaction that is not ours. At most `memory_budget` bytes of changes are held, undecoded and unwritten together. Nothing is committed
-    and nothing confirmed here. Raises what reading, decoding or writing raise.
+    and nothing confirmed here. `stage` is what `progress` calls it, `expected` as `WindowWriter` has it. Raises what reading, decoding or
+    writing raise.
     """
     started = time.perf_counter()
     feed_bytes = max(64 << 10, min(4 << 20, memory_budget // 16))
-    writer = WindowWriter(lake, memory_budget // 2, window_key(end_lsn))
+    writer = WindowWriter(lake, memory_budget // 2, window_key(end_lsn), expected)
     consumer = _Consumer(Decoder(describe, start_lsn, end_lsn), writer, end_lsn, memory_budget // 4)
     consumer.start()
     reported = -1
@@ -203,7 +207,7 @@ def read_window(
                 consumer.hand_over(_Feed(messages, sum(map(len, messages)), reported))
             else:
                 stream.request_reply()
-            progress.stage("drain", max(0, min(reported, end_lsn) - start_lsn), end_lsn - start_lsn, "bytes of WAL")
+            progress.stage(stage, max(0, min(reported, end_lsn) - start_lsn), end_lsn - start_lsn, "bytes of WAL")
     finally:
         consumer.stop()
         consumer.join()

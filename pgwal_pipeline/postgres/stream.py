@@ -89,14 +89,19 @@ class ReplicationStream:
         """
         pgconn = replication_connection(dsn)
         try:
-            setting = run(pgconn, "SELECT setting FROM pg_catalog.pg_settings WHERE name = 'wal_sender_timeout'").get_value(0, 0)
-            run(pgconn, start_command(slot, publication, start_lsn, server_version))
-            return cls(pgconn, dsn=dsn, slot=slot, publication=publication, sender_timeout=int(setting or 0) / 1000)
+            return cls.begin(pgconn, dsn, slot, publication, start_lsn, server_version=server_version)
         except BaseException as error:
             pgconn.finish()
             if isinstance(error, psycopg.Error):
                 raise explain(dsn, slot, error) from error
             raise
+
+    @classmethod
+    def begin(cls, pgconn: PGconn, dsn: str, slot: str, publication: str, start_lsn: int, *, server_version: int) -> Self:
+        """As `open`, on a walsender's session that is there already. Raises psycopg.Error, and leaves the session open then."""
+        setting = run(pgconn, "SELECT setting FROM pg_catalog.pg_settings WHERE name = 'wal_sender_timeout'").get_value(0, 0)
+        run(pgconn, start_command(slot, publication, start_lsn, server_version))
+        return cls(pgconn, dsn=dsn, slot=slot, publication=publication, sender_timeout=int(setting or 0) / 1000)
 
     def __enter__(self) -> Self:
         return self

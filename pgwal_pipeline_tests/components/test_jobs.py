@@ -256,3 +256,26 @@ def test_with_no_table_known_the_jobs_do_the_same_work(
         assert location.run("verify").success
         assert location.run("drain", location.target()).success
         assert location.run("publish").success
+
+
+def test_each_window_of_a_catch_up_is_a_partition(location: Location, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pgwal_pipeline.pipeline import catch_up
+
+    monkeypatch.setattr(catch_up, "cores", lambda: 3)
+    monkeypatch.setenv("PGWAL_CATCHUP_THRESHOLD", "1MB")
+    bootstrap(location.settings, progress=Silent())
+    for number in range(30):
+        source.sql(f"INSERT INTO orders SELECT g, g FROM generate_series({number * 1000}, {number * 1000 + 999}) g")
+    key = location.target()
+    made = materialized(result := location.run("drain", key))
+    windows = [window for window in Ledger(Lake(location.settings.lake)).windows() if window.start_lsn < window.end_lsn]
+    keys = [window.key for window in windows]
+    assert len(keys) == 3
+    assert keys[-1] == key
+    assert set(made) == {(NAMES.raw(table), partition) for table in (ORDERS, ODD) for partition in keys}
+    rows = [made[NAMES.raw(ORDERS), partition]["dagster/partition_row_count"] for partition in keys]
+    assert sum(rows) == 30_000
+    assert all(rows)
+    assert set(keys) <= set(location.instance.get_dynamic_partitions(WINDOWS))
+    (numbers,) = observed(result)
+    assert (numbers["pgwal/windows"], numbers["pgwal/changes"]) == (3, 30_000)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.support import Source
+
+_PRELUDE = """
+from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.progress import Silent
+settings, progress = Settings.from_environment(), Silent()
+"""
 
 
 @dataclass
@@ -82,18 +89,23 @@ class Pipeline:
 
     def child(self, code: str, *, environment: Mapping[str, str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Run Python `code` in a process of its own, with `settings` and `progress` at hand and PGWAL_* in its environment."""
-        prelude = (
-            "from pgwal_pipeline.settings import Settings\nfrom pgwal_pipeline.progress import Silent\n"
-            "settings, progress = Settings.from_environment(), Silent()\n"
-        )
         return subprocess.run(
-            [sys.executable, "-c", prelude + code],
+            [sys.executable, "-c", _PRELUDE + code],
             env=self.environment(**(environment or {})),
             timeout=timeout,
             capture_output=True,
             text=True,
             check=False,
         )
+
+    @contextmanager
+    def started(self, code: str, *, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+        """As `child`, but the test goes on beside it; killed at the end, if it is still there."""
+        with subprocess.Popen([sys.executable, "-c", _PRELUDE + code], env=self.environment(**environment)) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
 
 @pytest.fixture

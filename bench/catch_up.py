@@ -1,0 +1,110 @@
+"""What a catch-up in windows gains, and what it costs the server: a long backlog read by one, two and three, against `pg_recvlogical`."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
+
+from bench.drains import make_slot, pg_recvlogical
+from bench.report import Measure, Result
+from bench.source import PUBLICATION, flush_lsn, load, make_database, make_tables, server
+from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.pipeline import catch_up
+from pgwal_pipeline.pipeline.drain import bootstrap, drain
+from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.settings import Settings
+
+_READERS = (1, 2, 3)
+_CHANGES_AT_ONCE = 200_000
+
+
+def in_windows(backlog: int, rounds: int) -> Result:
+    """`backlog` bytes of WAL drained in one, two and three windows, however few cores there are, and read by one `pg_recvlogical`."""
+    # The planner takes no more windows than there are cores; here it is to be seen why.
+    catch_up.cores = lambda: max(_READERS)
+    with server() as postgres, tempfile.TemporaryDirectory() as folder:
+        dsn = make_database(postgres, "bench")
+        tables = make_tables(dsn, 5)
+        for number in range(rounds):
+            for readers in _READERS:
+                bootstrap(_settings(dsn, folder, readers, number), progress=Silent())
+            make_slot(dsn, f"recv_{number}")
+        first = parse_lsn(flush_lsn(dsn))
+        made = times = 0
+        while parse_lsn(end := flush_lsn(dsn)) - first < backlog:
+            made += load(dsn, tables, _CHANGES_AT_ONCE, times)
+            times += 1
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            conn.execute("CHECKPOINT")
+        walls: dict[str, list[float]] = {}
+        costs: dict[str, list[float]] = {}
+        for number in range(rounds):
+            wall, cost = _timed(postgres, lambda number=number: pg_recvlogical(postgres, dsn, f"recv_{number}", end))
+            walls.setdefault("pg_recvlogical to /dev/null", []).append(wall)
+            costs.setdefault("pg_recvlogical to /dev/null", []).append(cost)
+            for readers in _READERS:
+                settings = _settings(dsn, folder, readers, number)
+
+                def work(settings: Settings = settings, readers: int = readers) -> None:
+                    report = drain(settings, progress=Silent())
+                    assert (report.changes, len(report.windows)) == (made, readers)
+
+                wall, cost = _timed(postgres, work)
+                walls.setdefault(f"drain, {readers} window{'s' * (readers > 1)}", []).append(wall)
+                costs.setdefault(f"drain, {readers} window{'s' * (readers > 1)}", []).append(cost)
+        size = parse_lsn(end) - first
+    seconds = [Measure(what, "s", tuple(values)) for what, values in walls.items()]
+    server_cpu = [Measure(f"{what}: server CPU", "s", tuple(values)) for what, values in costs.items()]
+    medians = {measure.what: measure.median for measure in seconds}
+    return Result(
+        "catch_up",
+        f"{size / 2**30:.2f} GB of WAL, {made:,} changes over 5 tables of 10 columns",
+        (*seconds, *server_cpu),
+        medians["drain, 2 windows"] / medians["drain, 1 window"],
+        "two windows / one",
+        {"three windows / one": f"{medians['drain, 3 windows'] / medians['drain, 1 window']:.2f}"},
+    )
+
+
+def _settings(dsn: str, folder: str, readers: int, number: int) -> Settings:
+    return Settings.from_environment(
+        {},
+        source_dsn=dsn,
+        lake=str(Path(folder, f"{readers}_{number}")),
+        slot=f"in_{readers}_{number}",
+        publication=PUBLICATION,
+        catchup_threshold="1MB",
+        catchup_slots=readers - 1,
+    )
+
+
+def _timed(postgres: Postgres, work: Callable[[], object]) -> tuple[float, float]:
+    """Wall seconds of `work`, and the seconds of CPU that the server's processes took meanwhile."""
+    os.sync()
+    before, begin = _server_cpu(postgres), time.perf_counter()
+    work()
+    wall = time.perf_counter() - begin
+    time.sleep(1)  # processes that have just ended are counted by their parent when it comes to it
+    return wall, _server_cpu(postgres) - before
+
+
+def _server_cpu(postgres: Postgres) -> float:
+    """Seconds of CPU that the server's processes have taken, those that have ended included."""
+    pid = postgres.pid
+    assert pid is not None
+    own = _ticks(pid)
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return (sum(own) + sum(sum(_ticks(child)[:2]) for child in children)) / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks(pid: int) -> tuple[int, ...]:
+    """User and system time of a process, then those of its children that have ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return (0, 0, 0, 0)
+    return tuple(map(int, fields[11:15]))

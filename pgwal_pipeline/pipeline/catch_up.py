@@ -1,0 +1,244 @@
+"""The catch-up: a long backlog is cut into windows that are read side by side, each by a process of its own, and count all together.
+
+The plan stands in the ledger before the first slot is made, and so does every window as soon as its files are durable. Whatever dies, the
+next drain takes the windows that are there and reads the others again, with the same borders. Nothing of a plan counts before all of it
+has been read: the tables are reviewed over all windows at once, and the frontier then passes all of them in one step.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deltalake import Schema
+
+from pgwal_pipeline import failpoints
+from pgwal_pipeline.errors import SlotBusy, SourceRefused
+from pgwal_pipeline.lake.ledger import Plan, Read, Window
+from pgwal_pipeline.lake.raw import first_misfit
+from pgwal_pipeline.lsn import format_lsn, window_key
+from pgwal_pipeline.pipeline.catch_up_process import CatchUpProcess
+from pgwal_pipeline.pipeline.changes import Look
+from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, review, window_of
+from pgwal_pipeline.pipeline.window import read_window
+from pgwal_pipeline.postgres import copies
+from pgwal_pipeline.postgres.copies import Room, SlotCopy
+from pgwal_pipeline.postgres.stream import ReplicationStream
+from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.xid import Snapshot
+
+_LEAST_WINDOW = 256 << 10  # bytes of WAL; less is not worth a process
+_LEAST_BUDGET = 1 << 20  # bytes
+_LET_GO = 10.0  # seconds for a walsender that has just ended to let go of the slot
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Into how many windows a backlog is cut, and why into one where more were asked for."""
+
+    windows: int
+    reason: str | None = None
+
+
+def windows_for(lag: int, threshold: int, slots: int, room: Room, cores: int) -> Cut:
+    """How many windows a backlog of `lag` bytes is worth, by PGWAL_CATCHUP_THRESHOLD and PGWAL_CATCHUP_SLOTS.
+
+    At most one for each of this machine's `cores`, and besides the first no more than half of the slots and walsenders that are free (the
+    first one's walsender is not counted among them yet).
+    """
+    wanted = min(slots, lag // _LEAST_WINDOW - 1)
+    if lag < threshold or wanted < 1:
+        return Cut(1)
+    if cores < 2:
+        return Cut(1, "this machine has one core, which a single reader keeps busy")
+    extra = min(wanted, cores - 1, room.slots // 2, max(0, room.senders - 1) // 2)
+    if extra < 1:
+        return Cut(
+            1,
+            f"the source has {room.slots} replication slots and {room.senders} walsenders free, of which a catch-up takes no more than "
+            f"half; raise max_replication_slots and max_wal_senders for it, or set PGWAL_CATCHUP_SLOTS=0",
+        )
+    return Cut(1 + extra)
+
+
+def borders(start_lsn: int, end_lsn: int, windows: int) -> tuple[int, ...]:
+    """The ends of `windows` windows of about equal WAL bytes that follow one another from `start_lsn` to `end_lsn`."""
+    return tuple(start_lsn + (end_lsn - start_lsn) * number // windows for number in range(1, windows + 1))
+
+
+def cores() -> int:
+    """How many cores this process may keep busy, a container's limit included."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return count
+    return count if quota == "max" else max(1, min(count, round(int(quota) / int(period))))
+
+
+def plan(run: Pass, start_lsn: int, end_lsn: int, ended: str) -> Plan | None:
+    """Cut the backlog if it is long enough and there is room, and write the plan down; None where one reader is to do it all.
+
+    `ended` is what `pg_current_snapshot()` says now.
+    """
+    settings, lag = run.settings, end_lsn - start_lsn
+    if settings.catchup_slots == 0 or lag < settings.catchup_threshold:
+        return None
+    cut = windows_for(lag, settings.catchup_threshold, settings.catchup_slots, copies.room(run.conn), cores())
+    if cut.windows == 1:
+        if cut.reason is not None:
+            run.warn(f"The backlog of {lag:,} bytes is drained by one reader alone: {cut.reason}.")
+        return None
+    made = Plan(start_lsn, borders(start_lsn, end_lsn, cut.windows), ended)
+    run.ledger.record_plan(made)
+    failpoints.hit("catch_up.planned")
+    run.progress.say(f"The backlog of {lag:,} bytes is drained in {cut.windows} windows side by side.")
+    return made
+
+
+def carry_out(run: Pass, plan: Plan, before: Mapping[TableName, Look]) -> tuple[tuple[Window, ...], dict[TableName, Look]] | None:
+    """Read the windows of `plan` that are not read yet, count all of them, and confirm the slot; the windows, and the last looks.
+
+    `before` are the looks at the tables from before. None where the slot cannot be copied and nothing has been read yet: the plan is given
+    up, and one reader is to do it all. Raises what reading raises, a window's own process included; what has been read by then stays read.
+    """
+    if not _read_all(run, plan):
+        run.ledger.record_plan(replace(plan, ends=()))
+        return None
+    reads = _fitting(run, plan)
+    failpoints.hit("catch_up.all_read")
+    windows = [read.window for read in reads]
+    found = review(run, before, Told.joined(Told.from_json(read.streamed) for read in reads), Snapshot.parse(plan.ended))
+    count(run.ledger, windows)
+    failpoints.hit("drain.before_confirm")
+    copies.settle(run.conn, run.settings.slot, plan.ends[-1])
+    failpoints.hit("drain.after_confirm")
+    return tuple(windows), found
+
+
+def _read_all(run: Pass, plan: Plan) -> bool:
+    """Have every window of the plan read; False, and nothing done, where no copy of the slot can be had for a plan that is new."""
+    ledger, settings = run.ledger, run.settings
+    known = ledger.reads(plan)
+    missing = [limits for limits in plan.ranges if window_key(limits[1]) not in known]
+    if known:
+        run.progress.say(f"{len(known)} of {len(plan.ends)} windows were read before; the others are read now.")
+    extra = min(len(missing) - 1, windows_for(1 << 62, 0, settings.catchup_slots, copies.room(run.conn), cores()).windows - 1)
+    budget = max(_LEAST_BUDGET, settings.memory_budget // (1 + max(0, extra)))
+    with ExitStack() as stack:
+        crew = [
+            stack.enter_context(CatchUpProcess(settings, limits, budget, run.server_version, _stage(plan, limits), run.progress))
+            for limits in missing[1 : 1 + max(0, extra)]
+        ]
+        refused = [process.failure for process in crew if not process.has_slot()]
+        failpoints.hit("catch_up.ready")
+        if refused and not known:
+            run.warn(f"The backlog is drained by one reader alone, for the slot cannot be copied: {refused[0]}")
+            return False
+        if missing:
+            _read_here(run, plan, missing[0], budget)
+        for process in crew:
+            process.wait()
+            if process.failure is not None and not process.may_be_tried_again:
+                raise process.failure
+    known = ledger.reads(plan)
+    for limits in missing:
+        if window_key(limits[1]) not in known:
+            run.progress.say(f"{_stage(plan, limits).capitalize()} is read by this process, as its own one did not end well.")
+            _read_here(run, plan, limits, settings.memory_budget)
+    return True
+
+
+def _read_here(run: Pass, plan: Plan, limits: tuple[int, int], budget: int, expected: Mapping[str, Schema] | None = None) -> None:
+    """Read one window in this process and write down that it has been read."""
+    start, end = limits
+    with _stream(run, plan, start) as stream:
+        read = read_window(
+            stream,
+            run.ledger.lake,
+            describe_on(run.conn),
+            start_lsn=start,
+            end_lsn=end,
+            memory_budget=budget,
+            progress=run.progress,
+            stage=_stage(plan, limits),
+            expected=expected,
+        )
+    failpoints.hit("drain.after_files")
+    run.ledger.record_read(Read(window_of(run.settings.slot, start, end, read), Told.of(read).to_json()))
+    failpoints.hit("catch_up.read_here")
+
+
+def _stream(run: Pass, plan: Plan, start_lsn: int) -> ReplicationStream:
+    """The stream from one window on: the slot's own for the first, for a later one a copy's, which skips what lies before much faster."""
+    settings = run.settings
+    if start_lsn > plan.start_lsn:
+        try:
+            return SlotCopy.make(settings.dsn, settings.slot).stream(settings.publication, start_lsn, server_version=run.server_version)
+        except SourceRefused as refusal:
+            run.progress.say(f"The slot itself is read from {format_lsn(start_lsn)} on, for it cannot be copied: {refusal}")
+    deadline = time.monotonic() + _LET_GO
+    while True:
+        try:
+            return ReplicationStream.open(settings.dsn, settings.slot, settings.publication, start_lsn, server_version=run.server_version)
+        except SlotBusy:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def _fitting(run: Pass, plan: Plan) -> list[Read]:
+    """What has been read of all windows, in their order; one whose files do not fit after those before it is read again until it does.
+
+    That is one in which a column has another type than in an earlier window that made it: neither knew of the other.
+    """
+    while True:
+        known = run.ledger.reads(plan)
+        reads = [known[window_key(end)] for _, end in plan.ranges]
+        misfit = first_misfit(run.ledger.lake, [read.window.tables for read in reads])
+        if misfit is None:
+            return reads
+        number, expected = misfit
+        limits = plan.ranges[number]
+        run.progress.say(f"{_stage(plan, limits).capitalize()} is read again: a column has another type there than in the one before.")
+        run.ledger.forget_read(reads[number].window)
+        _read_here(run, plan, limits, run.settings.memory_budget, expected)
+
+
+def _stage(plan: Plan, limits: tuple[int, int]) -> str:
+    return f"window {plan.ranges.index(limits) + 1} of {len(plan.ends)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a drain kept up with its source: bytes of WAL drained and written meanwhile, in `seconds`.
+
+    `left` are the bytes still unread at its end, `safe` those that may be written until the slot is in danger, None where nothing says so.
+    """
+
+    drained: int
+    written: int
+    seconds: float
+    left: int
+    safe: int | None
+
+
+def falling_behind(slot: str, pace: Pace, threshold: int) -> str | None:
+    """The warning that a backlog past `threshold` bytes grows faster than it is drained, and what comes of it; None if it does not."""
+    if pace.left < threshold or pace.written <= pace.drained or pace.seconds <= 0:
+        return None
+    source, ours = pace.written / pace.seconds, pace.drained / pace.seconds
+    if pace.safe is None:
+        comes = f"nothing limits what slot {slot} keeps, so that it fills the source's disk (max_slot_wal_keep_size would limit it)"
+    else:
+        comes = f"slot {slot} is lost in about {_duration(pace.safe / (source - ours))} at these rates (max_slot_wal_keep_size)"
+    return (
+        f"The backlog grows faster than it is drained: the source writes {source / 2**20:.1f} MB of WAL a second, {ours / 2**20:.1f} MB "
+        f"are drained, and {comes}. Give the drain more cores and PGWAL_CATCHUP_SLOTS, or write less."
+    )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"

@@ -1,0 +1,118 @@
+"""`python -m pgwal_pipeline.pipeline.catch_up_worker START END VERSION`: reads one window of a catch-up on a temporary copy of the slot.
+
+Started by `CatchUpProcess` with the settings in its environment; a line of JSON on its standard output for each thing that it has to say.
+It stops when its standard input ends, as that does with the process that started it, and takes away what it has written.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import closing
+from types import FrameType
+from typing import Any, TextIO
+
+from pgwal_pipeline import failpoints
+from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Ledger, Read
+from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.pipeline.counting import Told, describe_on, window_of
+from pgwal_pipeline.pipeline.window import read_window
+from pgwal_pipeline.postgres.copies import SlotCopy
+from pgwal_pipeline.postgres.dsn import connect
+from pgwal_pipeline.settings import Settings
+
+_SHOWN_EVERY = 0.5  # seconds between two words on how far it is
+_LAST_WORDS = 5.0  # seconds to take its files away
+
+
+class _Stopped(BaseException):
+    """Nobody wants the window any more."""
+
+
+class _Teller:
+    """Tells the process that started this one, as its `Progress` too."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._shown = 0.0
+
+    def tell(self, **said: Any) -> None:
+        self._out.write(json.dumps(said) + "\n")
+        self._out.flush()
+
+    def stage(self, name: str, done: int, total: int | None, unit: str) -> None:  # noqa: ARG002 - the other names it
+        """Tell now and then."""
+        now = time.monotonic()
+        if now - self._shown >= _SHOWN_EVERY or done == total:
+            self._shown = now
+            self.tell(stage=[done, total])
+
+    def warn(self, text: str) -> None:
+        """Tell it."""
+        self.tell(say=text)
+
+    def say(self, text: str) -> None:
+        """Tell it."""
+        self.tell(say=text)
+
+
+def main() -> None:
+    """Read the window that the arguments name, and end with 0 once the ledger has it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
+    signal.signal(signal.SIGTERM, _stop)
+    # Nothing but what is told may stand on standard output, whatever a library prints.
+    teller = _Teller(os.fdopen(os.dup(1), "w"))
+    os.dup2(2, 1)
+    threading.Thread(target=_end_with_the_other, daemon=True).start()
+    start, end, version = map(int, sys.argv[1:4])
+    try:
+        _read(Settings.from_environment(), start, end, version, teller)
+        teller.tell(done=True)
+    except (_Stopped, BrokenPipeError):
+        sys.exit(1)
+    except Exception as error:  # noqa: BLE001 - the other raises it
+        text = str(error) if isinstance(error, PgwalError) else f"Unexpected {type(error).__name__}: {error}"
+        teller.tell(error=[type(error).__name__, text])
+        sys.exit(1)
+
+
+def _read(settings: Settings, start: int, end: int, version: int, teller: _Teller) -> None:
+    ledger = Ledger(Lake(settings.lake))
+    with closing(connect(settings.dsn)) as conn, closing(SlotCopy.make(settings.dsn, settings.slot)) as copy:
+        teller.tell(ready=True)
+        failpoints.hit("catch_up.copied")
+        teller.say(f"{copy.name} is moved to {format_lsn(start)}")
+        with copy.stream(settings.publication, start, server_version=version) as stream:
+            failpoints.hit("catch_up.moved")
+            read = read_window(
+                stream,
+                ledger.lake,
+                describe_on(conn),
+                start_lsn=start,
+                end_lsn=end,
+                memory_budget=settings.memory_budget,
+                progress=teller,
+            )
+            failpoints.hit("catch_up.after_files")
+            ledger.record_read(Read(window_of(settings.slot, start, end, read), Told.of(read).to_json()))
+            failpoints.hit("catch_up.recorded")
+
+
+def _stop(_: int, __: FrameType | None) -> None:
+    raise _Stopped
+
+
+def _end_with_the_other() -> None:
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_LAST_WORDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

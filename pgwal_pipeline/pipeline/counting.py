@@ -1,0 +1,156 @@
+"""From what was read of windows to windows that count: what the stream told is reviewed, the ledger takes them, raw names their files."""
+
+import json
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psycopg
+
+from pgwal_pipeline import failpoints
+from pgwal_pipeline.decode.pgoutput import RelationMessage
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Ledger, Window
+from pgwal_pipeline.lake.raw import commit_window
+from pgwal_pipeline.lake.records import relation_from_json, relation_to_json
+from pgwal_pipeline.lsn import window_key
+from pgwal_pipeline.pipeline.changes import Look
+from pgwal_pipeline.pipeline.looks import Streamed, looks, next_xid, review_tables
+from pgwal_pipeline.pipeline.window import WindowRead
+from pgwal_pipeline.postgres import catalog
+from pgwal_pipeline.progress import Progress
+from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.xid import Snapshot
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One drain: what it goes by, its connection to the source and lake, and whom it tells how far it is."""
+
+    settings: Settings
+    ledger: Ledger
+    conn: psycopg.Connection[Any]
+    server_version: int
+    warn: Callable[[str], None]
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the stream told of the tables besides their rows.
+
+    The tables as they were last, by oid; the transactions (32 bits) that truncated one, by its oid; why a table could not be written, by
+    its quoted name.
+    """
+
+    relations: Mapping[int, Relation]
+    truncated: Mapping[int, Collection[int]]
+    refused: Mapping[str, str]
+
+    @classmethod
+    def of(cls, read: WindowRead) -> "Told":
+        """What reading a window found."""
+        relations = {relation.oid: relation for relation in read.relations}
+        return cls(relations, read.truncated, {error.table: str(error) for error in read.refused})
+
+    @classmethod
+    def joined(cls, parts: Iterable["Told"]) -> "Told":
+        """What windows that follow one another told together."""
+        relations: dict[int, Relation] = {}
+        truncated: dict[int, set[int]] = {}
+        refused: dict[str, str] = {}
+        for part in parts:
+            relations |= part.relations
+            refused = {**part.refused, **refused}
+            for oid, xids in part.truncated.items():
+                truncated.setdefault(oid, set()).update(xids)
+        return cls(relations, truncated, refused)
+
+    def to_json(self) -> str:
+        """As text for the ledger."""
+        return json.dumps(
+            {
+                "relations": [relation_to_json(relation) for relation in self.relations.values()],
+                "truncated": {str(oid): sorted(xids) for oid, xids in self.truncated.items()},
+                "refused": dict(self.refused),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "Told":
+        """What `to_json` wrote."""
+        found = json.loads(text)
+        relations = {relation.oid: relation for relation in map(relation_from_json, found["relations"])}
+        return cls(relations, {int(oid): set(xids) for oid, xids in found["truncated"].items()}, found["refused"])
+
+
+def window_of(slot: str, start_lsn: int, end_lsn: int, read: WindowRead) -> Window:
+    """What was read as the window that the ledger takes."""
+    return Window(
+        key=window_key(end_lsn),
+        slot=slot,
+        start_lsn=start_lsn,
+        end_lsn=end_lsn,
+        state="prepared",
+        transactions=read.transactions,
+        changes=read.changes,
+        bytes=read.bytes,
+        seconds=read.seconds,
+        min_xid=read.min_xid,
+        max_xid=read.max_xid,
+        tables=read.writes,
+    )
+
+
+def review(run: Pass, before: Mapping[TableName, Look], told: Told, ended: Snapshot) -> dict[TableName, Look]:
+    """Look at the tables again and write down what became of them; returns the looks. To be done before the windows read count."""
+    found = looks(run.conn, run.settings.publication)
+    streamed = Streamed(told.relations, told.truncated, ended)
+    rewrites = run.settings.on_rewrite == "resnapshot"
+    for table, reason in review_tables(run.ledger, before, found, streamed, next_xid(run.conn), rewrites=rewrites).items():
+        run.warn(f"Table {table}: {reason}.")
+    if told.refused:
+        # What the windows had of them is only in the source now.
+        run.ledger.amend_tables(
+            lambda known: [
+                replace(state, state="error", reason=told.refused[str(state.table)], generation=None, published=None)
+                for state in known.values()
+                if str(state.table) in told.refused
+            ]
+        )
+    return found
+
+
+def count(ledger: Ledger, windows: Sequence[Window]) -> None:
+    """Make windows durable, all at once: from their ledger record on they are never read again, whatever happens to what follows."""
+    ledger.append_windows(windows)
+    failpoints.hit("drain.after_prepared")
+    _complete(ledger.lake, ledger, windows)
+
+
+def recover(lake: Lake, ledger: Ledger) -> tuple[Window, ...]:
+    """Complete the windows that were prepared when a process died: their files are durable, so they are named in raw and done."""
+    windows = ledger.prepared()
+    if windows:
+        _complete(lake, ledger, windows)
+    return windows
+
+
+def _complete(lake: Lake, ledger: Ledger, windows: Sequence[Window]) -> None:
+    for window in windows:
+        commit_window(lake, window.key, window.tables)
+    failpoints.hit("drain.before_complete")
+    ledger.append_windows([replace(window, state="complete") for window in windows])
+
+
+def describe_on(conn: psycopg.Connection[Any]) -> Callable[[RelationMessage], Relation]:
+    """The catalog's answer to a Relation message, asked on `conn` from whichever thread decodes."""
+    lock = threading.Lock()
+
+    def describe(message: RelationMessage) -> Relation:
+        with lock:
+            return catalog.describe(conn, message)
+
+    return describe

@@ -1,0 +1,473 @@
+"""The catch-up: a backlog read in windows side by side holds just what one reader would have found, whatever is killed on the way."""
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.lake.ledger import Plan
+from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.lsn import format_lsn, parse_lsn, window_key
+from pgwal_pipeline.pipeline import catch_up, status
+from pgwal_pipeline.pipeline import drain as drains
+from pgwal_pipeline.pipeline.catch_up import Cut, Pace, borders, falling_behind, windows_for
+from pgwal_pipeline.postgres import copies
+from pgwal_pipeline.postgres.copies import Room
+from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.relation import TableName
+from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
+
+MakePipeline = Callable[..., Pipeline]
+FOUR_CORES = "import pgwal_pipeline.pipeline.catch_up as c\nc.cores = lambda: 4\n"
+DRAIN = FOUR_CORES + "from pgwal_pipeline.pipeline.drain import drain\ndrain(settings, progress=progress)"
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catch_up, "cores", lambda: 4)
+
+
+def catching_up(make_pipeline: MakePipeline, **overrides: Any) -> Pipeline:
+    pipeline = make_pipeline(**({"catchup_threshold": "512kB", "catchup_slots": 2} | overrides))
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    return pipeline
+
+
+def alone(make_pipeline: MakePipeline, tmp_path: Path) -> Pipeline:
+    """A pipeline with a lake and a slot of its own, whose one reader drains everything."""
+    pipeline = make_pipeline(lake=str(tmp_path / "alone"), catchup_slots=0)
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    return pipeline
+
+
+def raw_rows(pipeline: Pipeline, table: str) -> list[dict[str, Any]]:
+    """Raw's rows without their windows, in the order of their positions."""
+    frame = pl.read_delta(pipeline.lake.raw(TableName.parse(table)))
+    frame = frame.sort("_pgwal_commit_lsn", "_pgwal_ordinal", "_pgwal_op").drop("_pgwal_window")
+    return frame.select(sorted(frame.columns)).to_dicts()
+
+
+def assert_same_raw(one: Pipeline, other: Pipeline, *tables: str) -> None:
+    for table in tables:
+        found, wanted = raw_rows(one, table), raw_rows(other, table)
+        assert len(found) == len(wanted), table
+        assert found == wanted, next((pair for pair in zip(found, wanted, strict=True) if pair[0] != pair[1]), table)
+
+
+def windows(pipeline: Pipeline) -> list[tuple[int, int]]:
+    return [(window.start_lsn, window.end_lsn) for window in pipeline.ledger.windows() if window.start_lsn < window.end_lsn]
+
+
+def assert_settled(pipeline: Pipeline, *others: str) -> None:
+    """Everything up to the frontier is confirmed and counted, and there are no slots but the pipeline's one and `others`."""
+    slot, source = pipeline.settings.slot, pipeline.source
+    assert pipeline.ledger.plan() is None
+    assert source.value("SELECT confirmed_flush_lsn::text FROM pg_replication_slots WHERE slot_name = %s", slot) == format_lsn(
+        pipeline.ledger.frontier() or 0
+    )
+    assert slots(source, slot) == {slot, *others}
+
+
+def slots(source: Source, name: str) -> set[str]:
+    return {row[0] for row in source.sql("SELECT slot_name FROM pg_replication_slots WHERE starts_with(slot_name, %s)", name)}
+
+
+def fill(source: Source, transactions: int = 30, rows: int = 200, first: int = 0) -> None:
+    """About 100 kB of WAL for each transaction."""
+    for number in range(first, first + transactions):
+        source.sql(f"INSERT INTO t SELECT i, repeat('v', 300) FROM generate_series({number * rows}, {number * rows + rows - 1}) i")
+
+
+class Workload:
+    """Changes that reach over the borders wherever these are: of the same few keys, in transactions that overlap, under changing tables."""
+
+    def __init__(self, source: Source, seed: int) -> None:
+        self.source, self.rng = source, random.Random(seed)
+        self.done = self.added = 0
+        source.sql("CREATE TABLE keyed (id int PRIMARY KEY, v text, big text)")
+        self.long = source.connect(autocommit=False)
+        source.sql("ALTER TABLE keyed ALTER big SET STORAGE EXTERNAL")
+        source.sql("CREATE TABLE bag (a int, b text)")
+        source.sql("ALTER TABLE bag REPLICA IDENTITY FULL")
+        source.sql("CREATE TABLE huge (id int PRIMARY KEY, v text)")
+        source.sql("CREATE TABLE emptied (id int PRIMARY KEY)")
+        # Values that stand in the first window at the latest, and are not sent again.
+        source.sql("INSERT INTO keyed SELECT i, 'first', repeat(md5(i::text), 200) FROM generate_series(1, 30) i")
+
+    def run(self, steps: int) -> None:
+        for number in range(steps):
+            self._step(self.done)
+            self.done += 1
+            if number % (steps // 3) == steps // 4:
+                self.long.commit()
+        self.long.commit()
+
+    def _step(self, number: int) -> None:
+        rng, sql = self.rng, self.source.sql
+        key = rng.randrange(1, 31)
+        # The long transaction writes between the commits of the others, and more than a window holds.
+        self.long.execute("INSERT INTO huge SELECT i, repeat('h', 100) FROM generate_series(%s, %s) i", [number * 100, number * 100 + 99])
+        match rng.randrange(12):
+            case 0 | 1 | 2:
+                sql("UPDATE keyed SET v = %s WHERE id = %s", f"v{number}", key)
+            case 3:
+                sql("INSERT INTO keyed (id, v, big) VALUES (%s, 'new', repeat(md5(%s), 150)) ON CONFLICT DO NOTHING", key, str(number))
+            case 4:
+                sql("UPDATE keyed SET id = %s WHERE id = %s AND NOT EXISTS (SELECT FROM keyed WHERE id = %s)", 100 + key, key, 100 + key)
+            case 5:
+                sql("UPDATE keyed SET id = %s WHERE id = %s AND NOT EXISTS (SELECT FROM keyed WHERE id = %s)", key, 100 + key, key)
+            case 6:
+                sql("DELETE FROM keyed WHERE id = %s", key)
+            case 7:
+                sql("INSERT INTO bag SELECT %s, 'b' FROM generate_series(1, 3)", number % 5)
+                sql("DELETE FROM bag WHERE ctid = (SELECT min(ctid) FROM bag)")
+            case 8:
+                sql("TRUNCATE emptied")
+                sql("INSERT INTO emptied SELECT generate_series(1, %s)", key)
+            case 9:
+                sql("DELETE FROM emptied WHERE id % 3 = 0")
+            case 10 if self.added < 4:
+                self.added += 1
+                sql(f"ALTER TABLE keyed ADD COLUMN c{self.added} int")
+                sql(f"UPDATE keyed SET c{self.added} = %s WHERE id <= 3", number)
+            case _:
+                sql("UPDATE keyed SET v = v || '.' WHERE id %% 7 = %s", number % 7)
+        sql("INSERT INTO bag SELECT i, repeat('w', 100) FROM generate_series(1, 100) i")
+        sql("DELETE FROM bag WHERE b LIKE 'w%'")
+
+
+TABLES = ("public.keyed", "public.bag", "public.huge", "public.emptied")
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_windows_hold_what_one_reader_finds(seed: int, source: Source, make_pipeline: MakePipeline, tmp_path: Path) -> None:
+    workload = Workload(source, seed)
+    pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
+    for _ in range(2):
+        workload.run(60)
+        end = drains.next_target(pipeline.settings)
+        source.sql("INSERT INTO emptied VALUES (1000) ON CONFLICT DO NOTHING")  # after the target: the next drain's
+        report = pipeline.drain(end)
+        assert len(report.windows) == 3
+        assert [window.start_lsn for window in report.windows[1:]] == [window.end_lsn for window in report.windows[:-1]]
+        assert report.windows[-1].end_lsn == end
+        assert report.changes == other.drain(end).changes
+        assert_same_raw(pipeline, other, *TABLES)
+        assert_settled(pipeline)
+        assert {str(name): state.state for name, state in pipeline.ledger.tables().items()} == {
+            str(name): state.state for name, state in other.ledger.tables().items()
+        }
+
+
+def test_current_equals_the_source_after_catching_up(source: Source, pipeline: Pipeline) -> None:
+    workload = Workload(source, 4)
+    pipeline.settings = pipeline.settings.model_copy(update={"catchup_threshold": 512 << 10})
+    pipeline.sync()
+    for _ in range(2):
+        workload.run(45)
+        assert len(pipeline.drain().windows) == 3
+        pipeline.sync()
+        assert all(state.state == "ready" for state in pipeline.ledger.tables().values())
+        pipeline.assert_current(*TABLES)
+
+
+def test_transactions_at_both_sides_of_a_border(
+    source: Source, make_pipeline: MakePipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
+    fill(source, transactions=10)
+    end = drains.next_target(pipeline.settings)
+    other.drain(end)
+    commits = sorted({row["_pgwal_commit_lsn"] for row in raw_rows(other, "public.t")})
+    assert len(commits) == 10
+    # A border at a commit, where that transaction is the later window's first, and one just behind, where it is the earlier one's last;
+    # and a window between two commits, which is empty.
+    cut = (commits[3], commits[6] + 1, commits[6] + 2, end)
+    monkeypatch.setattr(catch_up, "borders", lambda *_: cut)
+    pipeline.drain(end)
+    assert windows(pipeline) == list(zip((pipeline.ledger.windows()[0].end_lsn, *cut[:-1]), cut, strict=True))
+    frame = pl.read_delta(pipeline.lake.raw(TableName("public", "t")))
+    found = {key: sorted(set(frame.filter(pl.col("_pgwal_window") == window_key(key))["_pgwal_commit_lsn"])) for key in cut}
+    assert found == {cut[0]: commits[:3], cut[1]: commits[3:7], cut[2]: [], cut[3]: commits[7:]}
+    assert_same_raw(pipeline, other, "public.t")
+    assert_settled(pipeline)
+
+
+def test_a_column_that_has_another_type_in_each_window(
+    source: Source, make_pipeline: MakePipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither window knows of the other: the later one is read again, and its values stand beside, as with one reader."""
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
+    cut = []
+    for number, kind in enumerate(("int", "text", "date")):
+        source.sql(f"ALTER TABLE t ADD COLUMN c {kind}")
+        fill(source, transactions=8, first=100 * number)
+        source.sql("UPDATE t SET c = " + {"int": "1", "text": "'x'", "date": "'2026-01-01'"}[kind] + " WHERE id % 50 = 0")
+        source.sql("ALTER TABLE t DROP COLUMN c")
+        cut.append(drains.next_target(pipeline.settings))
+    monkeypatch.setattr(catch_up, "borders", lambda *_: tuple(cut))
+    pipeline.drain(cut[-1])
+    other.drain(cut[-1])
+    assert len(windows(pipeline)) == 3
+    assert_same_raw(pipeline, other, "public.t")
+    assert_settled(pipeline)
+
+
+BY_PARENT = [
+    "catch_up.planned",
+    "catch_up.ready",
+    "drain.read",
+    "drain.after_files",
+    "catch_up.read_here",
+    "catch_up.all_read",
+    "drain.after_prepared",
+    "raw.between_tables",
+    "drain.before_complete",
+    "drain.before_confirm",
+    "drain.after_confirm",
+]
+BY_WORKER = ["catch_up.copied", "catch_up.moved", "catch_up.after_files", "catch_up.recorded"]
+
+
+@pytest.mark.parametrize("point", BY_PARENT)
+def test_killed_catch_up_leaves_every_row_once(point: str, source: Source, make_pipeline: MakePipeline, tmp_path: Path) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    source.sql("CREATE TABLE u (id int PRIMARY KEY)")
+    pipeline, other = catching_up(make_pipeline, catchup_slots=1), alone(make_pipeline, tmp_path)
+    foreign = f"{pipeline.settings.slot}_w_foreign"
+    source.sql("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", foreign)
+    fill(source)
+    source.sql("INSERT INTO u SELECT generate_series(1, 500)")
+    environment = {"PGWAL_CATCHUP_THRESHOLD": "512kB", "PGWAL_CATCHUP_SLOTS": "1", "PGWAL_FAILPOINTS": f"{point}=kill"}
+    killed = pipeline.child(DRAIN, environment=environment)
+    assert killed.returncode == -9, killed.stderr
+    wait_for(lambda: slots(source, pipeline.settings.slot) == {pipeline.settings.slot, foreign}, what="the copies to be gone")
+    plan = pipeline.ledger.plan()
+    fill(source, first=30)
+    source.sql("INSERT INTO u VALUES (501)")
+    end = drains.next_target(pipeline.settings)
+    pipeline.drain(end)
+    other.drain(end)
+    assert_same_raw(pipeline, other, "public.t", "public.u")
+    assert_settled(pipeline, foreign)
+    # The borders of the plan stand, and what came later was cut by itself.
+    assert plan is None or set(plan.ranges) < set(windows(pipeline))
+
+
+@pytest.mark.parametrize("point", BY_WORKER)
+def test_a_window_whose_process_is_killed_is_read_by_the_other(
+    point: str, source: Source, make_pipeline: MakePipeline, tmp_path: Path
+) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    pipeline, other = catching_up(make_pipeline, catchup_slots=1), alone(make_pipeline, tmp_path)
+    fill(source)
+    environment = {"PGWAL_CATCHUP_THRESHOLD": "512kB", "PGWAL_CATCHUP_SLOTS": "1", "PGWAL_FAILPOINTS": f"{point}=kill"}
+    done = pipeline.child(DRAIN, environment=environment)
+    assert done.returncode == 0, done.stderr
+    other.drain(pipeline.ledger.frontier())
+    assert len(windows(pipeline)) == 2
+    assert_same_raw(pipeline, other, "public.t")
+    assert_settled(pipeline)
+
+
+def test_finished_windows_are_adopted_and_the_others_read_again(
+    source: Source, make_pipeline: MakePipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    source.sql("INSERT INTO t VALUES (-1, 'before')")
+    pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
+    pipeline.drain()
+    pipeline.snapshot()
+    fill(source)
+    source.sql("TRUNCATE t")  # in a window that is adopted; without its message it would be taken for a rewrite
+    at_end = tmp_path / "first_window_is_read"
+    environment = {"PGWAL_CATCHUP_THRESHOLD": "512kB", "PGWAL_FAILPOINTS": f"drain.after_files=touch:{at_end}"}
+    ledger = pipeline.ledger
+    with pipeline.started(DRAIN, environment=environment) as drain:
+        wait_for(at_end.exists, seconds=60, what="the first window's end")
+        plan = ledger.plan()
+        assert plan is not None
+        wait_for(lambda: len(ledger.reads(plan)) == 2, seconds=60, what="the other windows")
+        drain.kill()
+    adopted = ledger.reads(plan)
+    assert set(adopted) == {window_key(end) for end in plan.ends[1:]}
+    assert ledger.frontier() == plan.start_lsn
+    assert [window["state"] for window in status.status(pipeline.settings)["windows"]] == ["planned", "read", "read"]
+    assert pl.read_delta(pipeline.lake.raw(TableName("public", "t"))).is_empty(), "raw has rows that do not count"
+
+    def no_copy(*_: object) -> None:
+        raise AssertionError("a window was read that was read before")
+
+    monkeypatch.setattr(copies.SlotCopy, "make", no_copy)
+    monkeypatch.setattr(catch_up, "CatchUpProcess", no_copy)
+    source.sql("TRUNCATE t")  # after the plan's end: the next drain's
+    report = pipeline.drain(plan.ends[-1])
+    assert [window.end_lsn for window in report.windows] == list(plan.ends)
+    other.drain(plan.ends[-1])
+    assert_same_raw(pipeline, other, "public.t")
+    assert [(state.state, state.reason) for state in ledger.tables().values()] == [("ready", None)]
+    assert_settled(pipeline)
+    files = {file.path for read in adopted.values() for write in read.window.tables for file in write.files}
+    raw = Path(pipeline.lake.raw(TableName("public", "t")))
+    assert files <= {str(path.relative_to(raw)) for path in raw.rglob("*.parquet")}
+    pipeline.drain()
+    assert [(state.state, state.reason) for state in ledger.tables().values()] == [("ready", None)]
+
+
+def test_windows_under_way_are_shown(source: Source, make_pipeline: MakePipeline, tmp_path: Path) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    pipeline = catching_up(make_pipeline)
+    fill(source)
+    assert status.status(pipeline.settings)["windows"] == []
+    at_end = tmp_path / "copied"
+    environment = {
+        "PGWAL_CATCHUP_THRESHOLD": "512kB",
+        "PGWAL_CATCHUP_SLOTS": "1",
+        "PGWAL_FAILPOINTS": f"catch_up.after_files=touch:{at_end}",
+    }
+    with pipeline.started(DRAIN, environment=environment) as drain:
+        wait_for(at_end.exists, seconds=60, what="the second window's files")
+        wait_for(lambda: status.status(pipeline.settings)["windows"][0]["state"] == "read", seconds=60, what="the first window")
+        first, second = status.status(pipeline.settings)["windows"]
+        assert second["state"] == "reading"
+        assert 0 <= second["done_bytes"] <= parse_lsn(second["end_lsn"]) - parse_lsn(second["start_lsn"])
+        assert first["done_bytes"] == parse_lsn(first["end_lsn"]) - parse_lsn(first["start_lsn"])
+        at_end.unlink()
+        assert drain.wait(60) == 0
+    assert status.status(pipeline.settings)["windows"] == []
+
+
+def test_a_window_that_cannot_be_read_stops_the_drain_and_keeps_the_others(
+    source: Source, make_pipeline: MakePipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
+    fill(source)
+    monkeypatch.setenv("PGWAL_FAILPOINTS", "catch_up.moved=error")
+    with pytest.raises(PgwalError, match="failpoint"):
+        pipeline.drain()
+    plan = pipeline.ledger.plan()
+    assert plan is not None
+    assert list(pipeline.ledger.reads(plan)) == [window_key(plan.ends[0])]
+    assert pipeline.ledger.frontier() == plan.start_lsn
+    monkeypatch.delenv("PGWAL_FAILPOINTS")
+    pipeline.drain(plan.ends[-1])
+    other.drain(plan.ends[-1])
+    assert windows(pipeline) == list(plan.ranges)
+    assert_same_raw(pipeline, other, "public.t")
+    assert_settled(pipeline)
+
+
+def test_slots_and_walsenders_that_are_short(make_server: Callable[..., Postgres], make_pipeline: MakePipeline, tmp_path: Path) -> None:
+    """One for the pipeline alone; with three there are two free, of which a catch-up takes one."""
+    server = make_server(max_replication_slots=3, max_wal_senders=10)
+    with fresh_source(server) as source:
+        source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+        pipeline = catching_up(make_pipeline, source_dsn=source.dsn, catchup_slots=5)
+        pipeline.source = source
+        fill(source)
+        assert len(pipeline.drain().windows) == 2
+        source.sql("SELECT pg_create_logical_replication_slot('other', 'pgoutput')")
+        fill(source, first=30)
+        report = pipeline.drain()
+        assert len(report.windows) == 1
+        assert "1 replication slots" in report.warnings[0]
+        source.sql("SELECT pg_create_logical_replication_slot('last', 'pgoutput')")
+        fill(source, first=60)
+        with pytest.MonkeyPatch.context() as patch:
+            # As when others take the last ones between the look and the copy.
+            patch.setattr(copies, "room", lambda _: Room(9, 9))
+            report = pipeline.drain()
+        assert len(report.windows) == 1
+        assert "cannot be copied" in report.warnings[0]
+        assert "max_replication_slots" in report.warnings[0]
+        assert sorted(row["id"] for row in raw_rows(pipeline, "public.t")) == list(range(90 * 200))
+        assert_settled(pipeline)
+        for name in ("other", "last"):
+            source.sql("SELECT pg_drop_replication_slot(%s)", name)
+
+
+def test_a_role_that_may_not_copy_slots_drains_alone(source: Source, make_pipeline: MakePipeline) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    role = f"r_{source.database}"
+    copy = "FUNCTION pg_copy_logical_replication_slot(name, name, bool)"
+    source.sql(f"CREATE ROLE {role} LOGIN REPLICATION")
+    source.sql(f"CREATE PUBLICATION p_{role} FOR ALL TABLES")
+    source.sql(f"REVOKE EXECUTE ON {copy} FROM public")
+    try:
+        pipeline = catching_up(make_pipeline, source_dsn=source.dsn_of(role), publication=f"p_{role}")
+        fill(source)
+        report = pipeline.drain()
+        assert len(report.windows) == 1
+        assert "drained by one reader alone, for the slot cannot be copied" in report.warnings[0]
+        assert len(raw_rows(pipeline, "public.t")) == 6000
+        assert_settled(pipeline)
+    finally:
+        source.sql(f"DROP PUBLICATION p_{role}")
+        source.sql(f"DROP ROLE {role}")
+
+
+def test_a_backlog_that_grows_faster_than_it_is_drained(
+    source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    pipeline = catching_up(make_pipeline, catchup_slots=1)
+    fill(source, transactions=10)
+    real = catch_up.count
+
+    def beside_writers(*args: Any) -> None:
+        fill(source, transactions=40, first=100)
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(catch_up, "count", beside_writers)
+        report = pipeline.drain()
+    assert any("grows faster than it is drained" in warning and "is lost in about" in warning for warning in report.warnings)
+    assert not pipeline.drain().warnings
+
+
+def test_how_many_windows() -> None:
+    much, room, giga = 10 << 30, Room(10, 11), 1 << 30
+    assert windows_for(giga - 1, giga, 2, room, 8) == Cut(1)
+    assert windows_for(giga, giga, 2, room, 8) == Cut(3)
+    assert windows_for(much, giga, 0, room, 8) == Cut(1)
+    assert windows_for(much, giga, 64, room, 64) == Cut(6)
+    assert windows_for(much, giga, 64, Room(10, 4), 64) == Cut(2)
+    assert windows_for(much, giga, 64, room, 2) == Cut(2)
+    one_core, no_room = windows_for(much, giga, 2, room, 1), windows_for(much, giga, 2, Room(1, 9), 8)
+    assert one_core.windows == no_room.windows == 1
+    assert "one core" in (one_core.reason or "")
+    assert "max_replication_slots" in (no_room.reason or "")
+    assert windows_for(300 << 10, 0, 2, room, 8) == Cut(1)
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3, 7])
+def test_windows_follow_one_another(windows: int) -> None:
+    rng = random.Random(windows)
+    for _ in range(100):
+        start = rng.randrange(1 << 60)
+        end = start + rng.randrange(1 << 20, 1 << 40)
+        ranges = Plan(start, borders(start, end, windows), "1:1:").ranges
+        assert len(ranges) == windows
+        assert (ranges[0][0], ranges[-1][1]) == (start, end)
+        assert all(one[1] == other[0] for one, other in pairwise(ranges))
+        sizes = [after - before for before, after in ranges]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_falling_behind() -> None:
+    mega = 1 << 20
+    assert falling_behind("s", Pace(100 * mega, 50 * mega, 10, 500 * mega, None), mega) is None
+    assert falling_behind("s", Pace(50 * mega, 100 * mega, 10, mega - 1, None), mega) is None
+    text = falling_behind("s", Pace(50 * mega, 100 * mega, 10, 500 * mega, 3000 * mega), mega) or ""
+    assert "writes 10.0 MB of WAL a second, 5.0 MB are drained" in text
+    assert "slot s is lost in about 10 minutes" in text
+    assert "max_slot_wal_keep_size" in (falling_behind("s", Pace(0, mega, 1, mega, None), mega) or "")
