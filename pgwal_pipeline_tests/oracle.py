@@ -2,13 +2,15 @@
 
 from collections import Counter
 from collections.abc import Collection
-from decimal import Decimal
+from decimal import Context, Decimal
 from typing import Any
 
 import polars as pl
 import psycopg
 
 from pgwal_pipeline_tests.support import Source
+
+_ALL_DIGITS = Context(prec=1000)
 
 # Types that the lake holds as such; every other one is Postgres's own text there.
 _TYPED = {"bool", "int2", "int4", "int8", "float4", "float8", "oid", "date", "timestamp", "timestamptz", "bytea"}
@@ -53,7 +55,7 @@ def _value(value: Any) -> Any:
     if isinstance(value, float) and value != value:
         return "NaN"
     if isinstance(value, Decimal):
-        return value.normalize()
+        return value.normalize(_ALL_DIGITS)
     if isinstance(value, list):
         return tuple(_value(element) for element in value)
     if isinstance(value, memoryview):

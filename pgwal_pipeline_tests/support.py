@@ -126,12 +126,14 @@ def start_server(data_dir: Path, installation: Installation | None = None, setti
 
 
 @contextlib.contextmanager
-def fresh_source(server: Postgres | DockerServer) -> Iterator[Source]:
-    """A new database on `server`; its slots and itself are dropped at the end."""
+def fresh_source(server: Postgres | DockerServer, encoding: str | None = None) -> Iterator[Source]:
+    """A new database on `server`, in another `encoding` than its own if one is given; its slots and itself are dropped at the end."""
     name = f"test_{uuid.uuid4().hex[:12]}"
+    encoded = f"encoding '{encoding}' template template0 lc_collate 'C' lc_ctype 'C'" if encoding else ""
     with psycopg.connect(server.dsn(), autocommit=True) as admin:
-        admin.execute(f'create database "{name}"'.encode())
-    source = Source(server, name, server.dsn(name))
+        admin.execute(f'create database "{name}" {encoded}'.encode())
+    # Statements are sent in UTF-8, whatever the database is in.
+    source = Source(server, name, make_conninfo(server.dsn(name), client_encoding="UTF8") if encoding else server.dsn(name))
     try:
         yield source
     finally:

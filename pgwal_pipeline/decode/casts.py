@@ -1,8 +1,8 @@
 """Postgres's output text to typed Arrow arrays, whole columns at a time.
 
 A value is one of three: ordinary (becomes its typed value), a misfit (a proper value of the Postgres type that the Arrow type cannot
-hold: becomes null and is marked, so that its text can be kept), or no text of its type at all (UnreadableError: the stream is damaged, or
-the session that sent it lacked the output settings that the decoder relies on).
+hold, or text that is not UTF-8: becomes null and is marked, so that its text can be kept), or no text of its type at all (UnreadableError:
+the stream is damaged, or the session that sent it lacked the output settings that the decoder relies on).
 """
 
 import binascii
@@ -46,7 +46,7 @@ def cast_text(texts: pa.StringArray, declared: PgType) -> tuple[pa.Array, Mask |
 
 
 def cast_to(texts: pa.StringArray, target: Target) -> Cast:
-    """`cast_text` for a type that has been looked up. The texts need not be valid UTF-8; a string column's are checked here."""
+    """`cast_text` for a type that has been looked up. The texts need not be valid UTF-8: in a string column such are misfits."""
     if texts.null_count == len(texts):
         return Cast(pa.nulls(len(texts), target.arrow))
     if target.element is not None:
@@ -57,11 +57,32 @@ def cast_to(texts: pa.StringArray, target: Target) -> Cast:
 def _strings(texts: Ragged, _: pa.DataType) -> Cast:
     if texts.octets.max(initial=0) < 0x80:
         return Cast(texts.array)
+    octets = texts.array.view(pa.binary())
     try:
-        return Cast(texts.array.view(pa.binary()).cast(pa.string()))
+        return Cast(octets.cast(pa.string()))
     except pa.ArrowInvalid:
-        index = _first_failing(texts.array.view(pa.binary()), pa.string())
-        raise UnreadableError(index, f"it holds bytes that are not UTF-8 ({texts.bytes_at(index)[:24].hex(' ')})") from None
+        misfits = np.array([value is not None and not _is_utf8(value) for value in octets.to_pylist()])
+        return Cast(texts.without(misfits).array, misfits)
+
+
+def _is_utf8(octets: bytes) -> bool:
+    try:
+        octets.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def kept(texts: pa.StringArray) -> pa.StringArray:
+    """The texts of misfits as they are kept: bytes that are not UTF-8, of a database in SQL_ASCII, as Postgres writes bytea."""
+    octets = texts.view(pa.binary())
+    try:
+        return octets.cast(pa.string())
+    except pa.ArrowInvalid:
+        values = octets.to_pylist()
+        return pa.array([value if value is None or _is_utf8(value) else b"\\x" + value.hex().encode() for value in values]).cast(
+            pa.string()
+        )
 
 
 def _integers(texts: Ragged, arrow: pa.DataType) -> Cast:
@@ -182,8 +203,6 @@ def _short_decimals(texts: Ragged, arrow: pa.DataType) -> pa.Array | None:
 def _lists(texts: pa.StringArray, target: Target, element: Target) -> Cast:
     ragged = Ragged.of(texts)
     split = arrays.split(ragged, target.delimiter)
-    if split.misfits is not None:
-        _strings(ragged, pa.string())  # their text is kept as it is
     try:
         done = cast_to(split.elements, element)
     except UnreadableError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
-from pgwal_pipeline.decode.casts import cast_to
+from pgwal_pipeline.decode.casts import cast_to, kept
 from pgwal_pipeline.decode.ragged import UnreadableError, offsets_of
 from pgwal_pipeline.decode.tuples import SENT, UNCHANGED, Fields
 from pgwal_pipeline.decode.types import TEXT_TYPE, UNCHANGED_TYPE, Target
@@ -82,7 +82,7 @@ def decode_columns(fields: Fields, blocks: Sequence[Block]) -> list[Columns]:
             done[number].values[column] = cast.values if len(group) == 1 else cast.values.slice(begin, end - begin)
             if cast.misfits is not None:
                 rows = np.flatnonzero(cast.misfits[begin:end])
-                misfits[number].add(column, rows, texts.take(pa.array(rows + begin)))
+                misfits[number].add(column, rows, kept(texts.take(pa.array(rows + begin))))
             if some_unchanged:
                 unchanged[number].add(column, np.flatnonzero(kinds[begin:end] == UNCHANGED))
             begin = end

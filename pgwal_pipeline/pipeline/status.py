@@ -10,6 +10,8 @@ from pgwal_pipeline.lsn import format_lsn, window_key
 from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePublish
 from pgwal_pipeline.postgres import catalog, copies, slot
 from pgwal_pipeline.postgres.dsn import connect
+from pgwal_pipeline.postgres.storage import Storage
+from pgwal_pipeline.relation import quote_ident
 from pgwal_pipeline.settings import Settings
 
 
@@ -66,7 +68,7 @@ def status(settings: Settings) -> dict[str, Any]:
         "tables": {
             str(table): {
                 "state": _shown(state),
-                "reason": state.reason,
+                "reason": _reason(state),
                 "raw_path": lake.raw(table),
                 "current_path": lake.current(table),
                 "key": list(state.key) if state.relation is not None else None,
@@ -111,6 +113,17 @@ def _shown(state: TableState) -> str:
     if state.state == "ready" and state.published is None:
         return "snapshotting"
     return state.state
+
+
+def _reason(state: TableState) -> str | None:
+    """Why a table stands where it does; of one that is followed, which of its columns are not in the stream."""
+    if state.reason is not None or state.relation is None or state.storage is None:
+        return state.reason
+    known = state.relation.column_names
+    left_out = [quote_ident(column.name) for column in Storage.from_json(state.storage).columns if column.name not in known]
+    if not left_out:
+        return None
+    return f"column {left_out[0]} is not published" if len(left_out) == 1 else f"columns {', '.join(left_out)} are not published"
 
 
 def _slot(settings: Settings) -> dict[str, Any] | None:

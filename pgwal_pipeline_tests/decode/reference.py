@@ -50,7 +50,14 @@ def value_of(octets: bytes, declared: PgType) -> Any:
     try:
         return octets.decode()
     except UnicodeDecodeError:
-        raise BrokenError from None
+        return MISFIT
+
+
+def _kept(octets: bytes) -> str:
+    try:
+        return octets.decode()
+    except UnicodeDecodeError:
+        return "\\x" + octets.hex()
 
 
 def _garbage() -> Any:
@@ -271,7 +278,7 @@ class Reference:
                     except GarbageError:
                         self.garbage = True
                     if value is MISFIT:
-                        value, texts[column.name] = None, cell.decode()
+                        value, texts[column.name] = None, _kept(cell)
                 elif cell is False:
                     value = None
                     unchanged.append(column.name)

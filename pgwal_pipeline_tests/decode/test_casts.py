@@ -27,7 +27,7 @@ def texts(values: list[str | bytes | None]) -> pa.StringArray:
     return pa.array([value.encode() if isinstance(value, str) else value for value in values], pa.binary()).view(pa.string())
 
 
-def check(declared: PgType, cases: list[tuple[str | None, Any]]) -> None:
+def check(declared: PgType, cases: list[tuple[str | bytes | None, Any]]) -> None:
     """Cast all texts together, and compare with the values; MISFIT stands for a null that is marked."""
     values, misfits = cast_text(texts([text for text, _ in cases]), declared)
     values.validate(full=True)
@@ -208,11 +208,10 @@ def test_any_bytea(values: list[bytes | None]) -> None:
 
 def test_text() -> None:
     check(wire.TEXT, [("", ""), ("plain", "plain"), (None, None), ("żółć 𝄞\n", "żółć 𝄞\n"), ("{}", "{}")])
-    error = refused(wire.JSONB, "fine", "é", None, b"caf\xe9", b"\xff")
-    assert error.index == 3
-    assert "UTF-8" in error.reason
+    check(wire.JSONB, [("fine", "fine"), ("é", "é"), (None, None), (b"caf\xe9", MISFIT), (b"\xff", MISFIT), ("", "")])
     # Valid as one run of bytes, but a character straddles two values.
-    assert refused(wire.TEXT, b"\xc3", b"\xa9").index == 0
+    check(wire.TEXT, [(b"\xc3", MISFIT), (b"\xa9", MISFIT)])
+    check(array_of(wire.TEXT), [("{é}", ["é"]), (b"{a,\xe9}", MISFIT), (b"{{a},{\xe9}}", MISFIT), (None, None), ("{a,b}", ["a", "b"])])
 
 
 def test_text_of_types_without_a_column_type_stays_as_it_is() -> None:
@@ -245,9 +244,9 @@ def test_arrays_of_text() -> None:
             (None, None),
             ('{é,"ż,ó",𝄞}', ["é", "ż,ó", "𝄞"]),
             ("{[x]=y}", ["[x]=y"]),
+            (b"{\xff}", MISFIT),
         ],
     )
-    assert refused(array_of(wire.TEXT), "{a}", b"{\xff}").index == 1
 
 
 def test_arrays_with_another_delimiter() -> None:
@@ -271,10 +270,10 @@ def test_arrays_of_another_shape_are_kept_as_text() -> None:
             (None, None),
             ('{"{x}"}', ["{x}"]),
             ("[1:1][-2:-1]={{a,b}}", MISFIT),
+            (b"{{\xff}}", MISFIT),
         ],
     )
     check(array_of(wire.INT4), [("{{1},{2}}", MISFIT)])
-    assert refused(array_of(wire.TEXT), "{a}", b"{{\xff}}").index == 1
 
 
 def test_an_array_with_one_misfit_is_null_as_a_whole() -> None:

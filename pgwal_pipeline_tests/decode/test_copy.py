@@ -116,8 +116,15 @@ def test_what_is_no_copy_of_the_table() -> None:
 def test_a_value_that_is_none_names_row_and_column() -> None:
     with pytest.raises(DecodeError, match=r"Row 5 of the copy of shop.items .* column 'id'.*'x' is no int32"):
         decode_copy(copied([*ROWS, ["x", None, None, None, None]]), ITEMS)
-    with pytest.raises(DecodeError, match=r"Row 2 .* column 'name'.*UTF-8"):
-        decode_copy(copied([ROWS[0], ["1", b"\xff", None, None, None]]), ITEMS)
+
+
+def test_text_that_is_not_utf8_is_kept_as_bytes() -> None:
+    read = decode_copy(copied([ROWS[0], ["1", b"caf\xe9", "NaN", b"{a,\xff}", None]]), ITEMS)
+    read.validate(full=True)
+    assert read.slice(1).to_pylist() == [
+        {"id": 1, "name": None, "price": None, "tags": None, "day": None}
+        | {"_pgwal_text": [("name", "\\x636166e9"), ("price", "NaN"), ("tags", "\\x7b612cff7d")]}
+    ]
 
 
 def test_damage_is_refused_or_leaves_a_copy() -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from datetime import datetime
-from decimal import Decimal
+from decimal import Context, Decimal
 from typing import Any
 
 import polars as pl
@@ -13,6 +13,7 @@ import pytest
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source
 
+_ALL_DIGITS = Context(prec=1000)
 _MOMENTS = ["infinity", "-infinity", "4713-01-01 BC", "0001-12-31 BC", "0001-01-01", "1582-10-04", "1582-10-15", "1899-12-31", "9999-12-31"]
 _EXACT = ["0", "1", "-1", "0.5", "NaN"]
 
@@ -116,7 +117,7 @@ def exact(value: Any) -> Any:
     if isinstance(value, float):
         return "NaN" if math.isnan(value) else (value, math.copysign(1, value))
     if isinstance(value, Decimal):
-        return value.normalize()
+        return value.normalize(_ALL_DIGITS)
     if isinstance(value, list):
         return tuple(map(exact, value))
     if isinstance(value, datetime):
@@ -124,7 +125,8 @@ def exact(value: Any) -> Any:
     return bytes(value) if isinstance(value, memoryview) else value
 
 
-def _lake(pipeline: Pipeline, table: str, columns: Sequence[str]) -> dict[int, tuple[Any, ...]]:
+def lake_values(pipeline: Pipeline, table: str, columns: Sequence[str]) -> dict[int, tuple[Any, ...]]:
+    """The rows of `current` by their `id`: for each column its value, then its text where it does not fit."""
     publish = pipeline.ledger.publish()
     assert publish is not None
     pointer = next(pointer for name, pointer in publish.tables.items() if name.name == table)
@@ -177,9 +179,11 @@ def _insert(source: Source, kinds: Sequence[str], first: int) -> None:
         source.sql(f"INSERT INTO lists SELECT {first + n}, {', '.join(lists)}")
 
 
-def _source(source: Source, table: str, kinds: Sequence[str], columns: Sequence[str]) -> dict[int, tuple[Any, ...]]:
-    """The rows of `table` as the lake should have them: for each column its value, then its text where it does not fit."""
-    wanted = ", ".join(value_and_text(kind, column, is_list=table == "lists") for kind, column in zip(kinds, columns, strict=True))
+def source_values(source: Source, table: str, kinds: Sequence[str], columns: Sequence[str]) -> dict[int, tuple[Any, ...]]:
+    """The rows of `table` as the lake should have them, as `lake_values` gives them; `kinds` are the columns' types."""
+    wanted = ", ".join(
+        value_and_text(kind.removesuffix("[]"), column, is_list=kind.endswith("[]")) for kind, column in zip(kinds, columns, strict=True)
+    )
     with source.connect() as conn:
         conn.execute("SET TimeZone = 'UTC'")
         rows = conn.execute(f"SELECT id, {wanted} FROM {table}".encode()).fetchall()
@@ -205,14 +209,19 @@ def test_every_type_at_its_limits(source: Source, pipeline: Pipeline) -> None:
     pipeline.sync()
     for setting in ("DateStyle", "IntervalStyle", "TimeZone", "extra_float_digits", "bytea_output", "client_encoding", "xmloption"):
         source.sql(f"ALTER DATABASE {source.database} RESET {setting}")
-    for table in ("plain", "lists"):
-        expected, found = _source(source, table, kinds, columns), _lake(pipeline, table, columns)
-        assert expected.keys() == found.keys()
-        parts = [f"{kind} {part}" for kind in kinds for part in ("value", "text")]
-        wrong = [
-            (table, key, part, wanted, got)
-            for key, row in expected.items()
-            for part, wanted, got in zip(parts, row, found[key], strict=True)
-            if wanted != got
-        ]
-        assert wrong == []
+    for table, suffix in (("plain", ""), ("lists", "[]")):
+        assert_values(pipeline, table, [kind + suffix for kind in kinds], columns)
+
+
+def assert_values(pipeline: Pipeline, table: str, kinds: Sequence[str], columns: Sequence[str]) -> None:
+    """`current` has just the source's rows, value by value, and the text of each value that does not fit."""
+    expected, found = source_values(pipeline.source, table, kinds, columns), lake_values(pipeline, table, columns)
+    assert expected.keys() == found.keys()
+    parts = [f"{kind} {part}" for kind in kinds for part in ("value", "text")]
+    wrong = [
+        (table, key, part, wanted, got)
+        for key, row in expected.items()
+        for part, wanted, got in zip(parts, row, found[key], strict=True)
+        if wanted != got
+    ]
+    assert wrong == []
