@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psycopg
 
@@ -54,16 +55,21 @@ def one_transaction(rows: tuple[int, int], rounds: int) -> Result:
 
 
 def peak_of_drain(environment: Mapping[str, str]) -> float:
-    """Run a drain in a process of its own and return the largest PSS, in bytes, of it and its children together; one look each 0.1 s."""
+    """Run a drain in a process of its own and return the largest PSS, in bytes, of it and its children together."""
     program = "from pgwal_pipeline.pipeline.drain import drain; from pgwal_pipeline.progress import Silent; "
     program += "from pgwal_pipeline.settings import Settings; drain(Settings.from_environment(), progress=Silent())"
     with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **environment}) as process:
-        peak = 0
-        while process.poll() is None:
-            peak = max(peak, sum(_pss(pid) for pid in _family(process.pid)))
-            time.sleep(0.1)
+        return peak_pss(process)
+
+
+def peak_pss(process: "subprocess.Popen[Any]") -> int:
+    """Wait for a process to end and return the largest PSS, in bytes, of it and its children together; one look each 0.1 s."""
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, sum(_pss(pid) for pid in _family(process.pid)))
+        time.sleep(0.1)
     if process.returncode:
-        raise RuntimeError(f"the drain ended with code {process.returncode}")
+        raise RuntimeError(f"the process ended with code {process.returncode}")
     return peak
 
 

@@ -119,51 +119,6 @@ def test_every_publish_is_one_transactional_state(source: Source, pipeline: Pipe
     pipeline.assert_current("public.checking", "public.savings", "public.shares")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_writers_beside_the_snapshot(seed: int, source: Source, make_pipeline: MakePipeline, spark: Any) -> None:
-    source.sql("CREATE TABLE t (id int PRIMARY KEY, v int, body text)")
-    source.sql("ALTER TABLE t ALTER body SET STORAGE EXTERNAL")
-    source.sql("INSERT INTO t SELECT i, 0, repeat('b', 3000) FROM generate_series(1, 2000) i")
-    pipeline = make_pipeline(snapshot_chunk_rows=150)
-    pipeline.spark = lambda: spark
-    drains.bootstrap(pipeline.settings, progress=Silent())
-    stop = threading.Event()
-
-    def work(number: int) -> None:
-        rng, conn = random.Random(seed * 100 + number), source.connect(autocommit=False)
-        while not stop.is_set():
-            try:
-                for _ in range(rng.randint(1, 10)):
-                    key, kind = rng.randint(1, 2200), rng.random()
-                    if kind < 0.5:
-                        conn.execute("UPDATE t SET v = v + 1 WHERE id = %s", [key])
-                    elif kind < 0.7:
-                        conn.execute("DELETE FROM t WHERE id = %s", [key])
-                    else:
-                        conn.execute("INSERT INTO t VALUES (%s, 1, repeat('i', 3000)) ON CONFLICT (id) DO UPDATE SET v = t.v + 1", [key])
-                if rng.random() < 0.1:
-                    conn.rollback()
-                else:
-                    conn.commit()
-            except psycopg.errors.Error:
-                conn.rollback()
-        conn.rollback()
-
-    writers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for writer in writers:
-        writer.start()
-    try:
-        pipeline.snapshot()
-        pipeline.drain()
-        pipeline.publish()
-    finally:
-        stop.set()
-        for writer in writers:
-            writer.join()
-    pipeline.sync()
-    pipeline.assert_current("public.t")
-
-
 def test_single_table_by_hand_changes_nothing_for_the_others(source: Source, pipeline: Pipeline) -> None:
     source.sql("CREATE TABLE a (id int PRIMARY KEY)")
     source.sql("CREATE TABLE b (id int PRIMARY KEY)")

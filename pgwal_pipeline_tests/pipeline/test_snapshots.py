@@ -1,9 +1,11 @@
 """Snapshots beside writers: every order of reads and writes that matters, and what a read costs and leaves when it is cut short."""
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import psycopg
 import pytest
 
 from pgwal_pipeline import failpoints
@@ -274,3 +276,81 @@ def test_a_slot_that_is_lost_ends_the_read(source: Source, make_pipeline: Callab
         pipeline.snapshot()
     (state,) = pipeline.ledger.tables().values()
     assert state.generation is None
+
+
+READ_ALL = "from pgwal_pipeline.pipeline.snapshot import snapshot\nsnapshot(settings, progress=progress)"
+
+
+def keep_writing(source: Source, seed: int, stop: threading.Event) -> None:
+    """One writer: inserts, updates in part, key changes to and fro, deletes, now and then a TRUNCATE."""
+    rng, conn = random.Random(seed), source.connect(autocommit=False)
+    while not stop.is_set():
+        try:
+            for _ in range(rng.randint(1, 10)):
+                key, other, kind = rng.randint(1, 2200), rng.randint(1, 2200), rng.random()
+                if kind < 0.4:
+                    conn.execute("UPDATE t SET v = v + 1 WHERE id = %s", [key])
+                elif kind < 0.55:
+                    conn.execute("UPDATE t SET id = %s WHERE id = %s AND NOT EXISTS (SELECT FROM t x WHERE x.id = %s)", [other, key, other])
+                elif kind < 0.7:
+                    conn.execute("DELETE FROM t WHERE id = %s", [key])
+                elif kind < 0.9995:
+                    conn.execute("INSERT INTO t VALUES (%s, 1, repeat('i', 3000)) ON CONFLICT (id) DO UPDATE SET v = t.v + 1", [key])
+                else:
+                    conn.execute("TRUNCATE t")
+            conn.rollback() if rng.random() < 0.1 else conn.commit()
+            stop.wait(rng.random() * 0.01)
+        except psycopg.errors.Error:
+            conn.rollback()
+    conn.rollback()
+
+
+def snapshot_beside_writers(seed: int, source: Source, pipeline: Pipeline, *, kills: int) -> int:
+    """A table read in chunks with random pauses while four write to it; the reader is killed `kills` times. Gives the rows compared."""
+    rng = random.Random(seed)
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v int, body text); ALTER TABLE t ALTER body SET STORAGE EXTERNAL")
+    source.sql("INSERT INTO t SELECT i, 0, repeat('b', 3000) FROM generate_series(1, 2000) i; ANALYZE t")
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    stop = threading.Event()
+    writers = [threading.Thread(target=keep_writing, args=(source, seed * 100 + number, stop)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    try:
+        for _ in range(kills):
+            point, nth = rng.choice([READ, WRITTEN]), rng.randint(1, 8)
+            points = f"{READ}=sleep:{rng.random() * 0.2:.2f};{WRITTEN}=sleep:{rng.random() * 0.2:.2f};{point}=kill@{nth}"
+            pipeline.child(READ_ALL, environment={"PGWAL_FAILPOINTS": points})
+            pipeline.drain()
+        pipeline.snapshot()
+        pipeline.drain()
+        pipeline.publish()
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join()
+    for _ in range(4):
+        if snapshots.needed(pipeline.settings):
+            pipeline.snapshot()
+        pipeline.drain()
+        pipeline.publish()
+        if not snapshots.needed(pipeline.settings):
+            break
+    pipeline.assert_current("public.t")
+    return source.value("SELECT count(*) FROM t")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_writers_beside_a_reader_that_dies(seed: int, source: Source, make_pipeline: Callable[..., Pipeline], spark: Any) -> None:
+    pipeline = make_pipeline(snapshot_chunk_rows=150)
+    pipeline.spark = lambda: spark
+    snapshot_beside_writers(seed, source, pipeline, kills=seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_random_writers_beside_a_reader_that_dies_often(
+    seed: int, source: Source, make_pipeline: Callable[..., Pipeline], spark: Any
+) -> None:
+    pipeline = make_pipeline(snapshot_chunk_rows=150)
+    pipeline.spark = lambda: spark
+    snapshot_beside_writers(seed, source, pipeline, kills=3)

@@ -1,0 +1,86 @@
+"""How fast a snapshot is, against what COPY alone can do; and whether its memory grows with the table."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psycopg
+
+from bench.memory import peak_pss
+from bench.report import Measure, Result
+from bench.source import PUBLICATION, make_database, make_tables, server, values
+from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.pipeline.drain import bootstrap
+from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.settings import Settings
+
+_READ = """
+import json, time
+from pgwal_pipeline.pipeline.snapshot import snapshot
+from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.settings import Settings
+began = time.perf_counter()
+report = snapshot(Settings.from_environment(), progress=Silent())
+print(json.dumps({"seconds": time.perf_counter() - began, "rows": sum(table.rows for table in report.tables)}))
+"""
+
+
+def against_copy(rows: int, rounds: int) -> Result:
+    """A table of `rows` rows and ten columns, read into the lake in chunks, against `COPY … TO STDOUT` into nothing in one connection."""
+    ours, theirs, memory = [], [], []
+    with server() as postgres:
+        dsn = _filled(postgres, "bench", rows)
+        for number in range(rounds):
+            theirs.append(_copy_seconds(dsn))
+            seconds, peak = _snapshot(dsn, rows, f"round_{number}")
+            ours.append(seconds)
+            memory.append(peak)
+        larger = _filled(postgres, "larger", rows * 10 // 3)
+        smaller = _filled(postgres, "smaller", rows // 3)
+        peaks = [_snapshot(smaller, rows // 3, "smaller")[1], _snapshot(larger, rows * 10 // 3, "larger")[1]]
+    read, copied = Measure("snapshot", "s", tuple(ours)), Measure("COPY", "s", tuple(theirs))
+    measures = (
+        read,
+        copied,
+        Measure("memory (PSS)", "MB", tuple(memory)),
+        Measure(f"memory at {rows // 3:,} rows", "MB", (peaks[0],)),
+        Measure(f"memory at {rows * 10 // 3:,} rows", "MB", (peaks[1],)),
+    )
+    return Result("snapshot", f"{rows:,} rows of 10 columns", measures, copied.median / read.median, "rate of the snapshot / rate of COPY")
+
+
+def _filled(postgres: Postgres, name: str, rows: int) -> str:
+    dsn = make_database(postgres, name)
+    (table,) = make_tables(dsn, 1)
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute(f"INSERT INTO {table} SELECT {values('n')} FROM generate_series(1::bigint, {rows}) n".encode())
+        conn.execute(f"VACUUM ANALYZE {table}".encode())
+        conn.execute(b"CHECKPOINT")
+    return dsn
+
+
+def _copy_seconds(dsn: str) -> float:
+    began = time.perf_counter()
+    with psycopg.connect(dsn) as conn, conn.cursor().copy(b"COPY t00 TO STDOUT") as copy, Path(os.devnull).open("wb") as nothing:
+        nothing.writelines(copy)
+    return time.perf_counter() - began
+
+
+def _snapshot(dsn: str, rows: int, name: str) -> tuple[float, float]:
+    """Seconds, and the most memory its process had, in MB."""
+    with tempfile.TemporaryDirectory() as folder:
+        values = {"source_dsn": dsn, "lake": str(Path(folder, "lake")), "publication": PUBLICATION, "slot": name}
+        bootstrap(Settings.from_environment({}, **values), progress=Silent())
+        environment = {**os.environ, **{f"PGWAL_{key.upper()}": value for key, value in values.items()}}
+        process = subprocess.Popen([sys.executable, "-c", _READ], env=environment, stdout=subprocess.PIPE, text=True)
+        peak = peak_pss(process) / 2**20
+        assert process.stdout is not None
+        found = json.loads(process.stdout.read())
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute("SELECT pg_drop_replication_slot(%s)", [name])
+    assert found["rows"] == rows
+    return found["seconds"], peak
