@@ -40,6 +40,7 @@ class Rounds:
         self.rng = random.Random(seed)
         self.work = Workload(source, self.rng, pipeline.settings.publication)
         self.work.begin(tables=4, writers=4)
+        drains.bootstrap(pipeline.settings, progress=Silent())  # making the slot waits for every transaction
         self.compared = self.rows = self.reread = 0
 
     def round(self) -> None:
