@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import psycopg
@@ -41,38 +42,37 @@ class Pass:
 class Told:
     """What the stream told of the tables besides their rows.
 
-    The tables as they were last, by oid; the transactions (32 bits) that truncated one, by its oid; why a table could not be written, by
-    its quoted name.
+    The tables as they were, by oid, the last definition last; the transactions (32 bits) that truncated one, by its oid; why a table could
+    not be written, by its quoted name.
     """
 
-    relations: Mapping[int, Relation]
+    relations: Mapping[int, Sequence[Relation]]
     truncated: Mapping[int, Collection[int]]
     refused: Mapping[str, str]
 
     @classmethod
     def of(cls, read: WindowRead) -> "Told":
         """What reading a window found."""
-        relations = {relation.oid: relation for relation in read.relations}
-        return cls(relations, read.truncated, {error.table: str(error) for error in read.refused})
+        return cls(_by_oid(read.relations), read.truncated, {error.table: str(error) for error in read.refused})
 
     @classmethod
     def joined(cls, parts: Iterable["Told"]) -> "Told":
         """What windows that follow one another told together."""
-        relations: dict[int, Relation] = {}
+        relations: list[Relation] = []
         truncated: dict[int, set[int]] = {}
         refused: dict[str, str] = {}
         for part in parts:
-            relations |= part.relations
+            relations += chain.from_iterable(part.relations.values())
             refused = {**part.refused, **refused}
             for oid, xids in part.truncated.items():
                 truncated.setdefault(oid, set()).update(xids)
-        return cls(relations, truncated, refused)
+        return cls(_by_oid(relations), truncated, refused)
 
     def to_json(self) -> str:
         """As text for the ledger."""
         return json.dumps(
             {
-                "relations": [relation_to_json(relation) for relation in self.relations.values()],
+                "relations": [relation_to_json(relation) for relation in chain.from_iterable(self.relations.values())],
                 "truncated": {str(oid): sorted(xids) for oid, xids in self.truncated.items()},
                 "refused": dict(self.refused),
             }
@@ -82,8 +82,15 @@ class Told:
     def from_json(cls, text: str) -> "Told":
         """What `to_json` wrote."""
         found = json.loads(text)
-        relations = {relation.oid: relation for relation in map(relation_from_json, found["relations"])}
+        relations = _by_oid(map(relation_from_json, found["relations"]))
         return cls(relations, {int(oid): set(xids) for oid, xids in found["truncated"].items()}, found["refused"])
+
+
+def _by_oid(relations: Iterable[Relation]) -> dict[int, Sequence[Relation]]:
+    found: dict[int, list[Relation]] = {}
+    for relation in relations:
+        found.setdefault(relation.oid, []).append(relation)
+    return dict(found)
 
 
 def window_of(slot: str, start_lsn: int, end_lsn: int, read: WindowRead) -> Window:

@@ -1,6 +1,6 @@
 """Looks at the followed tables in the catalog, before the stream is read and after, and what the ledger is told of them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,15 +20,17 @@ from pgwal_pipeline.xid import Snapshot
 
 Connection = psycopg.Connection[Any]
 
+_GONE = "no longer published"
+
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What a pass over the stream told of the tables, by their oids: how they looked last, and the transactions that truncated them.
+    """What a pass over the stream told of the tables, by their oids: how they looked, and the transactions that truncated them.
 
     `ended` has every transaction that committed before the pass's end, and maybe some that committed just after it.
     """
 
-    relations: Mapping[int, Relation]
+    relations: Mapping[int, Sequence[Relation]]
     truncated: Mapping[int, Collection[int]]
     ended: Snapshot
 
@@ -65,7 +67,7 @@ def record_tables(ledger: Ledger, conn: Connection, found: Mapping[TableName, Lo
         if state is None or (state.state, state.reason) != ("skipped", reason):
             changed.append(TableState(table=table, oid=0, state="skipped", reason=reason))
     changed += [
-        replace(state, state="gone", reason="no longer published")
+        replace(state, state="gone", reason=_GONE)
         for table, state in known.items()
         if table not in found and table not in skipped and state.state != "gone"
     ]
@@ -102,6 +104,12 @@ def review_tables(
                 again[str(table)] = seen.reason
             if seen != state:
                 changed.append(seen)
+        changed += [
+            # Its rows under another name are not in its raw, should it get its name back.
+            replace(state, state="gone", reason=_GONE)
+            for table, state in known.items()
+            if table not in found and state.state == "ready" and _had_other_name(state, streamed)
+        ]
         return changed
 
     ledger.amend_tables(decide)
@@ -156,10 +164,14 @@ def _reviewed(
     seen = _seen(state, look, unborn_xid)
     if seen.reason != state.reason:
         return seen
-    last = streamed.relations.get(state.oid)
-    told = _columns(earlier.relation) | _columns(look.relation) | _columns(state.relation)
-    if last is not None and any(column not in told and column[0] not in state.dropped for column in _columns(last)):
-        return read_again(state, look, "its columns changed more than once while the stream was read")
+    versions = streamed.relations.get(state.oid, ())
+    if _is_read(state):
+        if _had_other_name(state, streamed):
+            return read_again(state, look, "it had another name for a while")
+        told = _columns(earlier.relation) | _columns(look.relation) | _columns(state.relation)
+        if any(column not in told and column[0] not in state.dropped for version in versions for column in _columns(version)):
+            return read_again(state, look, "its columns changed more than once while the stream was read")
+    last = versions[-1] if versions else None
     if look.relation != earlier.relation and last is not None and last.table == state.table:
         # Altered meanwhile: what is published has the columns that the stream had; the rest shows at the next look.
         state = replace(state, relation=last, key=last.key)
@@ -169,6 +181,10 @@ def _reviewed(
     if reason is not None and rewrites:
         return read_again(state, look, reason)
     return replace(state, storage=replace(stored, files=storage.files).to_json())
+
+
+def _had_other_name(state: TableState, streamed: Streamed) -> bool:
+    return any(relation.table != state.table for relation in streamed.relations.get(state.oid, ()))
 
 
 def _is_read(state: TableState) -> bool:

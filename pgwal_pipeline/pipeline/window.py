@@ -32,9 +32,10 @@ _IDLE = 0.25  # seconds the reader waits for the server before it looks round
 class WindowRead:
     """What was read of a window: its files, not yet part of any Delta table, and what they hold.
 
-    `refused` says which tables could not be written, and why: none of their changes is in `writes`. `relations` are the tables as the
-    stream showed them last, `truncated` the transactions (32 bits) that truncated a table, by its oid. `min_xid` and `max_xid` bound the
-    32-bit transaction ids of the changes, None where there are none; `seconds` has `drain`, `decode` and `write`.
+    `refused` says which tables could not be written, and why: none of their changes is in `writes`. `relations` are all definitions of the
+    tables that the stream showed, in the order in which each came last, `truncated` the transactions (32 bits) that truncated a table, by
+    its oid. `min_xid` and `max_xid` bound the 32-bit transaction ids of the changes, None where there are none; `seconds` has `drain`,
+    `decode` and `write`.
     """
 
     writes: tuple[TableWrite, ...]
@@ -55,7 +56,7 @@ class _Tally:
     changes: int = 0
     bytes: int = 0
     xids: list[int] = field(default_factory=list)
-    relations: dict[int, Relation] = field(default_factory=dict)
+    relations: dict[Relation, None] = field(default_factory=dict)
     truncated: dict[int, set[int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: {"decode": 0.0, "write": 0.0})
 
@@ -64,7 +65,9 @@ class _Tally:
         self.transactions += decoded.transactions
         self.changes += decoded.changes_count
         self.xids += [xid for xid in (decoded.min_xid, decoded.max_xid) if xid is not None]
-        self.relations.update((relation.oid, relation) for relation in decoded.relations)
+        for relation in decoded.relations:
+            self.relations.pop(relation, None)
+            self.relations[relation] = None
         for changes in decoded.changes:
             if changes.truncates:
                 xids = changes.rows.filter(pc.field("_pgwal_op") == "T")["_pgwal_xid"].to_pylist()
@@ -219,7 +222,7 @@ def read_window(
     return WindowRead(
         writes=consumer.writes,
         refused=tuple(consumer.refused.values()),
-        relations=tuple(tally.relations.values()),
+        relations=tuple(tally.relations),
         truncated=tally.truncated,
         transactions=tally.transactions,
         changes=tally.changes,

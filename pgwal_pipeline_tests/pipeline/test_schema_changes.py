@@ -26,6 +26,7 @@ CHANGES: dict[str, tuple[str, bool]] = {
     "drop_add_same": ("ALTER TABLE {t} DROP a; ALTER TABLE {t} ADD a int", True),
     "drop_add_type": ("ALTER TABLE {t} DROP a; ALTER TABLE {t} ADD a text DEFAULT 'new'", True),
     "rename": ("ALTER TABLE {t} RENAME a TO z", True),
+    "rename_back": ("ALTER TABLE {t} RENAME a TO z; INSERT INTO {t} (id, z) VALUES (60, 6); ALTER TABLE {t} RENAME z TO a", True),
     "rename_case": ('ALTER TABLE {t} RENAME a TO "A"', True),
     "swap": (
         "ALTER TABLE {t} ADD a2 int; UPDATE {t} SET a2 = -id; "
