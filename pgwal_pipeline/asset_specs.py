@@ -9,6 +9,7 @@ import dagster as dg
 
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.printable import code_span, distinct
 from pgwal_pipeline.relation import TableName
 
 SOURCE, RAW, SNAPSHOT, CURRENT = "source", "raw", "snapshot", "current"
@@ -38,7 +39,7 @@ _CURRENT_COLUMNS = (
 
 @dataclass(frozen=True)
 class AssetNames:
-    """The asset keys of one source: `<prefix…>/<layer>/<schema>/<table>`."""
+    """The asset keys of one source: `<prefix…>/<layer>/<schema>/<table>`. Dagster writes keys to terminals, so names are fit for one."""
 
     slot_name: str
     prefix: tuple[str, ...] = ()
@@ -50,19 +51,22 @@ class AssetNames:
 
     def source(self, table: TableName) -> dg.AssetKey:
         """The table in Postgres, an external asset."""
-        return dg.AssetKey([*self.prefix, "postgres", table.schema, table.name])
+        return self._of("postgres", table)
 
     def raw(self, table: TableName) -> dg.AssetKey:
         """Every change of the table, window by window."""
-        return dg.AssetKey([*self.prefix, RAW, table.schema, table.name])
+        return self._of(RAW, table)
 
     def snapshot(self, table: TableName) -> dg.AssetKey:
         """The rows that the table had before its changes were followed."""
-        return dg.AssetKey([*self.prefix, SNAPSHOT, table.schema, table.name])
+        return self._of(SNAPSHOT, table)
 
     def current(self, table: TableName) -> dg.AssetKey:
         """The table as it is at the newest publish."""
-        return dg.AssetKey([*self.prefix, CURRENT, table.schema, table.name])
+        return self._of(CURRENT, table)
+
+    def _of(self, layer: str, table: TableName) -> dg.AssetKey:
+        return dg.AssetKey([*self.prefix, layer, distinct(table.schema), distinct(table.name)])
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class AssetSpecs:
             kinds={"postgres"},
             owners=self.owners,
             description=(
-                f"The logical replication slot that feeds every raw table, on publication `{publication}`. "
+                f"The logical replication slot that feeds every raw table, on publication {code_span(publication)}. "
                 "Its plots are the lag and what each step read, wrote and took; it goes stale when nobody keeps up with the source."
             ),
             metadata={"pgwal/publication": publication},
@@ -96,7 +100,7 @@ class AssetSpecs:
             group_name=SOURCE,
             kinds={"postgres"},
             owners=self.owners,
-            description=f"Table `{known.table}` in Postgres.",
+            description=f"Table {code_span(str(known.table))} in Postgres.",
             metadata={
                 "dagster/table_name": f"{known.table.schema}.{known.table.name}",
                 "dagster/column_schema": _source_schema(known),
@@ -114,7 +118,7 @@ class AssetSpecs:
             kinds={"postgres", "deltalake"},
             owners=self.owners,
             description=(
-                f"Every committed change of `{known.table}`, once, in a Delta table that is only appended to. "
+                f"Every committed change of {code_span(str(known.table))}, once, in a Delta table that is only appended to. "
                 "A partition is a window of the write-ahead log, named by its end."
             ),
             metadata=_stored(self.lake.raw(known.table), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}),
@@ -130,8 +134,8 @@ class AssetSpecs:
             kinds={"postgres", "deltalake"},
             owners=self.owners,
             description=(
-                f"The rows that `{known.table}` had when its changes began to be followed, read in chunks while the stream goes on. "
-                "Materialize it to read the table again."
+                f"The rows that {code_span(str(known.table))} had when its changes began to be followed, read in chunks while the stream "
+                "goes on. Materialize it to read the table again."
             ),
             metadata=_stored(
                 self.lake.snapshot(known.table),
@@ -152,7 +156,7 @@ class AssetSpecs:
             kinds={"pyspark", "deltalake"},
             owners=self.owners,
             description=(
-                f"`{known.table}` as it was in Postgres at the newest publish. "
+                f"{code_span(str(known.table))} as it was in Postgres at the newest publish. "
                 "All current tables stand at one and the same position: joining them shows one state of the source."
             ),
             metadata=_stored(

@@ -1,14 +1,20 @@
 """The errors a user may meet: each is one sentence that says what happened, to what, and what to do."""
 
+from pgwal_pipeline.printable import printable
+
 
 class PgwalError(Exception):
     """Something the pipeline cannot go on from; the message is the whole explanation.
 
-    `exit_code` is what `pgwal` ends with. `transient` says that the same work may succeed when tried again.
+    `exit_code` is what `pgwal` ends with. `transient` says that the same work may succeed when tried again. Names in the message may hold
+    anything; what would act on a terminal is written out.
     """
 
     exit_code = 1
     transient = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class SettingError(PgwalError):

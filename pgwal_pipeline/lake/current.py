@@ -241,7 +241,7 @@ def _merge_bag(session: "SparkSession", request: MergeRequest, shape: Shape, ste
             failpoints.hit("publish.in_merge")
             rows.write.format("delta").mode("append").options(**_fence(request.to_lsn)).save(request.current_path)
             failpoints.hit("publish.in_merge")
-        return MergeResult(version(request.current_path), last_output_rows(request.current_path))
+        return MergeResult(_reached(request), last_output_rows(request.current_path))
     changes = bag.renewed(bag.counted(steps, shape), target, shape)
     statement = statements.merge_bag(request.current_path, target.schema, changes.schema, _VIEW, shape)
     return _run(session, request, shape, changes, statement, lambda: None)
@@ -264,7 +264,7 @@ def _run(
         failpoints.hit("publish.in_merge")
         counted = session.sql(statement).collect()
         failpoints.hit("publish.in_merge")
-    return MergeResult(version(request.current_path), counted[0]["num_affected_rows"] if counted else 0)
+    return MergeResult(_reached(request), counted[0]["num_affected_rows"] if counted else 0)
 
 
 def _overwrite(request: MergeRequest, shape: Shape, steps: "DataFrame", target: "DataFrame") -> MergeResult:
@@ -278,7 +278,7 @@ def _overwrite(request: MergeRequest, shape: Shape, steps: "DataFrame", target: 
         failpoints.hit("publish.in_merge")
         whole.write.format("delta").mode("overwrite").options(**_fence(request.to_lsn)).save(request.current_path)
         failpoints.hit("publish.in_merge")
-    return MergeResult(version(request.current_path), last_output_rows(request.current_path))
+    return MergeResult(_reached(request), last_output_rows(request.current_path))
 
 
 def _replace(session: "SparkSession", request: ReplaceRequest, fence: Mapping[str, str]) -> MergeResult:
@@ -307,7 +307,7 @@ def _replace(session: "SparkSession", request: ReplaceRequest, fence: Mapping[st
         failpoints.hit("publish.in_merge")
         writer.createOrReplace()
         failpoints.hit("publish.in_merge")
-    return MergeResult(version(path), last_output_rows(path))
+    return MergeResult(_reached(request), last_output_rows(path))
 
 
 def _with_dropped(rows: "DataFrame", shape: Shape, present: "DataFrame | None", names: Collection[str]) -> "DataFrame":
@@ -322,6 +322,21 @@ def _with_dropped(rows: "DataFrame", shape: Shape, present: "DataFrame | None", 
 
 def _read(session: "SparkSession", path: str) -> "DataFrame | None":
     return None if open_current(path) is None else session.read.format("delta").load(path)
+
+
+def _reached(request: MergeRequest | ReplaceRequest) -> int:
+    """The version that the work just committed made: a publish that went on meanwhile must not be taken for it.
+
+    On an object store Spark looks whether a commit is there and then writes it: of two publishes in step the slower one's stays alone.
+    """
+    table = open_current(request.current_path)
+    mark = None if table is None else table.transaction_version(FENCE)
+    if table is None or mark != request.to_lsn:
+        raise LakeError(
+            f"{request.table}: another publish changed its current table at the same time, which stands at "
+            f"{'nothing' if mark is None else format_lsn(mark)} instead of {format_lsn(request.to_lsn)}; try again."
+        )
+    return table.version()
 
 
 def _fence(lsn: int) -> dict[str, str]:

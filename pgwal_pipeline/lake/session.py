@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _LOG_SETTINGS = Path(__file__).with_name("log4j2.properties")
+_SPARK_CONF_DIR = Path(__file__).with_name("spark-conf")
 _REMOTE_SECONDS = 15.0
 
 DELTA_EXTENSION = "io.delta.sql.DeltaSparkSessionExtension"
@@ -119,6 +120,8 @@ def launch_environment(settings: Settings) -> dict[str, str]:
     variables["SPARK_SUBMIT_OPTS"] = options
     if on_this_machine(settings.spark_master):
         variables["SPARK_LOCAL_IP"] = "127.0.0.1"
+        if not os.environ.get("SPARK_CONF_DIR") and not os.environ.get("SPARK_HOME"):  # else there may be settings of the user's own
+            variables["SPARK_CONF_DIR"] = str(_SPARK_CONF_DIR)
     else:
         del variables["PYSPARK_PYTHON"]  # this interpreter's path means nothing on another machine
     return variables

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.errors import PgwalError, SlotBusy
 from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake import maintenance as lakes
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
+from pgwal_pipeline.pipeline.publish import alone
 from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.settings import Settings
 
@@ -73,21 +74,33 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
 
     started = time.perf_counter()
     paths = sorted(pointer.path for pointer in publish.tables.values()) if publish is not None else []
-    warnings = _tidy_current(spark_factory(), paths, history, progress) if paths else []
+    optimized, warnings = _tidy_alone(settings, spark_factory, paths, history, progress) if paths else (0, [])
     seconds["current"] = time.perf_counter() - started
     kept = [window.key for window in ledger.windows() if window.state != "pruned"]
     return MaintenanceReport(
         removed_keys=pruned.keys,
         oldest_key=min(kept, default=None),
         files={"pruned": pruned.files, "joined": joined, "removed": removed},
-        optimized=len(paths) - len(warnings),
+        optimized=optimized,
         warnings=tuple(warnings),
         seconds=seconds,
     )
 
 
-def _tidy_current(spark: "SparkSession", paths: list[str], history: timedelta, progress: Progress) -> list[str]:
-    """Optimize and vacuum the `current` tables at `paths`; the sentences about those that it could not do now."""
+def _tidy_alone(
+    settings: Settings, spark_factory: Callable[[], "SparkSession"], paths: list[str], history: timedelta, progress: Progress
+) -> tuple[int, list[str]]:
+    """As `_tidy_current`, but not beside a publish; one that goes on for longer than PGWAL_BUSY_TIMEOUT puts it off till the next time."""
+    try:
+        with alone(settings):
+            return _tidy_current(spark_factory(), paths, history, progress)
+    except SlotBusy as error:
+        progress.warn(str(error))
+        return 0, [str(error)]
+
+
+def _tidy_current(spark: "SparkSession", paths: list[str], history: timedelta, progress: Progress) -> tuple[int, list[str]]:
+    """Optimize and vacuum the `current` tables at `paths`; how many, and the sentences about those that it could not do now."""
     warnings = []
     for done, path in enumerate(paths, 1):
         try:
@@ -97,4 +110,4 @@ def _tidy_current(spark: "SparkSession", paths: list[str], history: timedelta, p
             warnings.append(str(error))
             progress.warn(str(error))
         progress.stage("maintenance of current", done, len(paths), "tables")
-    return warnings
+    return len(paths) - len(warnings), warnings

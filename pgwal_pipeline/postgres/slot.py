@@ -130,6 +130,8 @@ def drop(conn: Connection, name: str, *, timeout: float = 10.0) -> bool:
             if time.monotonic() > deadline:
                 raise busy(conn, name) from error
             time.sleep(0.05)
+        except errors.InsufficientPrivilege as error:
+            raise refusal(conn, name, error) from error
         except psycopg.Error as error:
             raise translate(error, f"dropping slot {name}") from error
         else:
@@ -300,7 +302,9 @@ def _locked(conn: Connection, slot_name: str, timeout: float) -> SlotBusy:
         key >> 32,
         key & 0xFFFFFFFF,
     )
+    name, _, work = slot_name.partition("/")
+    held = f"Slot {name} ({work})" if work else f"Slot {name}"
     return SlotBusy(
-        f"Slot {slot_name} is held by another run ({describe_session(row)}), which did not let go within {blockers.duration(timeout)} "
+        f"{held} is held by another run ({describe_session(row)}), which did not let go within {blockers.duration(timeout)} "
         f"(PGWAL_BUSY_TIMEOUT): wait for it to end, or end it."
     )

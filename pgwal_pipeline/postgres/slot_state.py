@@ -120,7 +120,7 @@ def refusal(conn: Connection, name: str, error: psycopg.Error) -> PgwalError:
     if _connection_trouble(error):
         return translate(error, f"working on slot {name}")
     state = inspect(conn, name)
-    if state is not None:
+    if state is not None and not isinstance(error, errors.InsufficientPrivilege):
         try:
             require_usable(state, conn.info.dbname)
         except PgwalError as found:
