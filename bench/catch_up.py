@@ -1,6 +1,7 @@
 """What a catch-up in windows gains, and what it costs the server: a long backlog read by one, two and three, against `pg_recvlogical`."""
 
 import os
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,12 +41,10 @@ def in_windows(backlog: int, rounds: int) -> Result:
             times += 1
         with psycopg.connect(dsn, autocommit=True) as conn:
             conn.execute("CHECKPOINT")
-        walls: dict[str, list[float]] = {}
-        costs: dict[str, list[float]] = {}
+        spent: dict[str, list[tuple[float, float, float]]] = {}
         for number in range(rounds):
-            wall, cost = _timed(postgres, lambda number=number: pg_recvlogical(postgres, dsn, f"recv_{number}", end))
-            walls.setdefault("pg_recvlogical to /dev/null", []).append(wall)
-            costs.setdefault("pg_recvlogical to /dev/null", []).append(cost)
+            received = _spent(postgres, lambda number=number: pg_recvlogical(postgres, dsn, f"recv_{number}", end))
+            spent.setdefault("pg_recvlogical to /dev/null", []).append(received)
             for readers in _READERS:
                 settings = _settings(dsn, folder, readers, number)
 
@@ -53,17 +52,19 @@ def in_windows(backlog: int, rounds: int) -> Result:
                     report = drain(settings, progress=Silent())
                     assert (report.changes, len(report.windows)) == (made, readers)
 
-                wall, cost = _timed(postgres, work)
-                walls.setdefault(f"drain, {readers} window{'s' * (readers > 1)}", []).append(wall)
-                costs.setdefault(f"drain, {readers} window{'s' * (readers > 1)}", []).append(cost)
+                spent.setdefault(f"drain, {readers} window{'s' * (readers > 1)}", []).append(_spent(postgres, work))
         size = parse_lsn(end) - first
-    seconds = [Measure(what, "s", tuple(values)) for what, values in walls.items()]
-    server_cpu = [Measure(f"{what}: server CPU", "s", tuple(values)) for what, values in costs.items()]
-    medians = {measure.what: measure.median for measure in seconds}
+    kinds = ("", ": server's CPU", ": readers' CPU")
+    measures = [
+        Measure(what + kind, "s", tuple(round_[place] for round_ in values))
+        for place, kind in enumerate(kinds)
+        for what, values in spent.items()
+    ]
+    medians = {measure.what: measure.median for measure in measures}
     return Result(
         "catch_up",
         f"{size / 2**30:.2f} GB of WAL, {made:,} changes over 5 tables of 10 columns",
-        (*seconds, *server_cpu),
+        tuple(measures),
         medians["drain, 2 windows"] / medians["drain, 1 window"],
         "two windows / one",
         {"three windows / one": f"{medians['drain, 3 windows'] / medians['drain, 1 window']:.2f}"},
@@ -82,14 +83,19 @@ def _settings(dsn: str, folder: str, readers: int, number: int) -> Settings:
     )
 
 
-def _timed(postgres: Postgres, work: Callable[[], object]) -> tuple[float, float]:
-    """Wall seconds of `work`, and the seconds of CPU that the server's processes took meanwhile."""
+def _spent(postgres: Postgres, work: Callable[[], object]) -> tuple[float, float, float]:
+    """Wall seconds of `work`, and the seconds of CPU that the server's processes took meanwhile, and this one with its children."""
     os.sync()
-    before, begin = _server_cpu(postgres), time.perf_counter()
+    server_before, own_before, begin = _server_cpu(postgres), _own_cpu(), time.perf_counter()
     work()
-    wall = time.perf_counter() - begin
+    wall, own = time.perf_counter() - begin, _own_cpu() - own_before
     time.sleep(1)  # processes that have just ended are counted by their parent when it comes to it
-    return wall, _server_cpu(postgres) - before
+    return wall, _server_cpu(postgres) - server_before, own
+
+
+def _own_cpu() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _server_cpu(postgres: Postgres) -> float:

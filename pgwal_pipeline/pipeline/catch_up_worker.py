@@ -76,7 +76,9 @@ def main() -> None:
         sys.exit(1)
     except Exception as error:  # noqa: BLE001 - the other raises it
         text = str(error) if isinstance(error, PgwalError) else f"Unexpected {type(error).__name__}: {error}"
-        teller.tell(error=[type(error).__name__, text])
+        # Of what is raised the other knows only the kinds that all know.
+        kind = next((kind.__name__ for kind in type(error).__mro__ if kind.__module__ == PgwalError.__module__), PgwalError.__name__)
+        teller.tell(error=[kind, text])
         sys.exit(1)
 
 

@@ -18,7 +18,7 @@ from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.postgres.command import run
 from pgwal_pipeline.postgres.dsn import connect, replication_connection, translate
-from pgwal_pipeline.postgres.slot_state import Connection, explain, first_row, refusal
+from pgwal_pipeline.postgres.slot_state import Connection, existing, explain, first_row, refusal
 from pgwal_pipeline.postgres.stream import ReplicationStream
 
 _LET_GO = 10.0  # seconds for a walsender that has just ended to let go of its slot
@@ -106,6 +106,7 @@ def settle(conn: Connection, slot: str, lsn: int) -> None:
 
     Raises what `slot_state.refusal` makes of an error: SlotBusy while it is read, SlotLost.
     """
+    existing(conn, slot)
     deadline = time.monotonic() + _LET_GO
     while True:
         try:

@@ -10,7 +10,7 @@ from psycopg import errors
 from psycopg.pq.abc import PGconn, PGresult
 
 from pgwal_pipeline.errors import BlockedByTransaction, PgwalError, SlotBusy
-from pgwal_pipeline.lsn import format_lsn, parse_lsn
+from pgwal_pipeline.lsn import parse_lsn
 from pgwal_pipeline.postgres import blockers
 from pgwal_pipeline.postgres.command import result_of, run
 from pgwal_pipeline.postgres.dsn import connect, replication_connection, translate
@@ -32,8 +32,6 @@ from pgwal_pipeline.postgres.slot_state import (
 
 __all__ = [
     "SlotState",
-    "advance",
-    "copy",
     "create",
     "create_with_snapshot",
     "drop",
@@ -42,26 +40,12 @@ __all__ = [
     "force_flush",
     "inspect",
     "lag",
-    "ours",
     "require_usable",
 ]
 
 _WARN_AFTER = 5.0  # seconds of waiting before those who are waited for are named
 _LOOK_EVERY = 1.0  # seconds between two looks at them
 _CANCEL_TIMEOUT = 10.0  # seconds for a cancelled command to end
-
-
-def ours(conn: Connection, name: str) -> tuple[str, ...]:
-    """The slots of this database that belong to the pipeline with slot `name`: itself, and those of its catch-up windows (`NAME_w_…`)."""
-    try:
-        rows = conn.execute(
-            "SELECT slot_name::text FROM pg_catalog.pg_replication_slots WHERE database = pg_catalog.current_database() "
-            "AND plugin = %(plugin)s AND (slot_name = %(name)s OR pg_catalog.starts_with(slot_name::text, %(prefix)s)) ORDER BY 1",
-            {"plugin": PLUGIN, "name": name, "prefix": f"{name}_w_"},
-        ).fetchall()
-    except psycopg.Error as error:
-        raise translate(error, f"looking for the slots of {name}") from error
-    return tuple(row[0] for row in rows)
 
 
 def create(dsn: str, name: str, *, blocked_timeout: float, warn: Callable[[str], None]) -> SlotState:
@@ -136,35 +120,6 @@ def drop(conn: Connection, name: str, *, timeout: float = 10.0) -> bool:
             raise translate(error, f"dropping slot {name}") from error
         else:
             return True
-
-
-def copy(conn: Connection, name: str, target: str) -> SlotState:
-    """Make the slot `target`, standing where `name` stands.
-
-    Raises SlotLost where `name` is gone or lost, SourceRefused as `create` does.
-    """
-    require_usable(existing(conn, name), conn.info.dbname)
-    try:
-        conn.execute("SELECT pg_catalog.pg_copy_logical_replication_slot(%s, %s)", [name, target])
-    except psycopg.Error as error:
-        raise refusal(conn, target, error) from error
-    return existing(conn, target)
-
-
-def advance(conn: Connection, name: str, lsn: int) -> int:
-    """Move the slot to `lsn` without reading what lies between, or to the end of the WAL where that comes first; where it stands then.
-
-    A slot that stands there or beyond stays. Takes the server's time for going through that WAL. Raises SlotBusy, SlotLost.
-    """
-    state = existing(conn, name)
-    require_usable(state, conn.info.dbname)
-    if lsn <= state.confirmed_flush_lsn:
-        return state.confirmed_flush_lsn
-    try:
-        conn.execute("SELECT pg_catalog.pg_replication_slot_advance(%s, %s::pg_lsn)", [name, format_lsn(lsn)])
-    except psycopg.Error as error:
-        raise refusal(conn, name, error) from error
-    return existing(conn, name).confirmed_flush_lsn
 
 
 def force_flush(conn: Connection) -> bool:

@@ -112,7 +112,7 @@ class Workload:
         rng, sql = self.rng, self.source.sql
         key = rng.randrange(1, 31)
         # The long transaction writes between the commits of the others, and more than a window holds.
-        self.long.execute("INSERT INTO huge SELECT i, repeat('h', 100) FROM generate_series(%s, %s) i", [number * 100, number * 100 + 99])
+        self.long.execute("INSERT INTO huge SELECT i, repeat('h', 100) FROM generate_series(%s::int, %s::int) i", [number * 100, number * 100 + 99])
         match rng.randrange(12):
             case 0 | 1 | 2:
                 sql("UPDATE keyed SET v = %s WHERE id = %s", f"v{number}", key)
@@ -125,11 +125,11 @@ class Workload:
             case 6:
                 sql("DELETE FROM keyed WHERE id = %s", key)
             case 7:
-                sql("INSERT INTO bag SELECT %s, 'b' FROM generate_series(1, 3)", number % 5)
+                sql("INSERT INTO bag SELECT %s::int, 'b' FROM generate_series(1, 3)", number % 5)
                 sql("DELETE FROM bag WHERE ctid = (SELECT min(ctid) FROM bag)")
             case 8:
                 sql("TRUNCATE emptied")
-                sql("INSERT INTO emptied SELECT generate_series(1, %s)", key)
+                sql("INSERT INTO emptied SELECT generate_series(1, %s::int)", key)
             case 9:
                 sql("DELETE FROM emptied WHERE id % 3 = 0")
             case 10 if self.added < 4:

@@ -1,0 +1,119 @@
+"""Copies of the slot against real servers: they give what the slot gives from a position on, and go with their session."""
+
+from collections.abc import Callable
+
+import pytest
+
+from pgwal_pipeline.errors import SlotBusy, SlotLost, SourceRefused
+from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.postgres import copies, slot
+from pgwal_pipeline.postgres.copies import Room, SlotCopy
+from pgwal_pipeline.postgres.dsn import connect
+from pgwal_pipeline.postgres.stream import HEADER_BYTES, ReplicationStream
+from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
+
+
+def make(source: Source) -> str:
+    """A table, a publication and a slot of the test's own; the slot's name."""
+    name = f"s_{source.database}"
+    source.sql("CREATE TABLE t (id int PRIMARY KEY)")
+    source.sql("CREATE PUBLICATION p FOR TABLE t")
+    slot.create(source.dsn, name, blocked_timeout=20, warn=lambda _: None)
+    return name
+
+
+def flushed(source: Source) -> int:
+    return parse_lsn(source.value("SELECT pg_current_wal_flush_lsn()::text"))
+
+
+def standing(source: Source, name: str) -> tuple[int, int]:
+    """The restart and the confirmed position."""
+    return source.sql("SELECT restart_lsn - '0/0', confirmed_flush_lsn - '0/0' FROM pg_replication_slots WHERE slot_name = %s", name)[0]
+
+
+def inserts(stream: ReplicationStream, end_lsn: int) -> int:
+    count = 0
+    while stream.server_position < end_lsn:
+        messages = stream.read(1 << 20, 0.2)
+        count += sum(message[HEADER_BYTES] == ord("I") for message in messages)
+        if not messages:
+            stream.request_reply()
+    return count
+
+
+def test_a_copy_is_read_from_a_position_on_and_goes_with_its_session(source_matrix: Source) -> None:
+    source = source_matrix
+    name = make(source)
+    before = standing(source, name)
+    positions = []
+    for number in range(6):
+        source.sql(f"INSERT INTO t SELECT generate_series({number * 100}, {number * 100 + 99})")
+        source.sql("CHECKPOINT")
+        positions.append(flushed(source))
+    middle = positions[3]
+    version = source.connect().info.server_version
+    with ReplicationStream.open(source.dsn, name, "p", 0, server_version=version) as whole:
+        copy = SlotCopy.make(source.dsn, name)
+        assert copy.name.startswith(f"{name}_w_")
+        assert source.value("SELECT temporary FROM pg_replication_slots WHERE slot_name = %s", copy.name)
+        with copy.stream("p", middle, server_version=version) as rest:
+            assert inserts(rest, flushed(source)) == 200
+            restart, confirmed = standing(source, copy.name)
+            assert confirmed == middle
+            # Read from a place near the position, not from where the slot itself would begin.
+            assert restart > positions[1]
+            with connect(source.dsn) as conn:
+                assert set(copies.positions(conn, name)) == {middle, before[1]}
+        assert inserts(whole, flushed(source)) == 600
+    wait_for(lambda: not source.sql("SELECT FROM pg_replication_slots WHERE slot_name = %s", copy.name), what="the copy to be gone")
+    assert standing(source, name) == before
+
+
+def test_settling_confirms_the_slot_and_lets_go_of_the_wal(source_matrix: Source) -> None:
+    source = source_matrix
+    name = make(source)
+    for number in range(5):
+        source.sql(f"INSERT INTO t SELECT generate_series({number * 100}, {number * 100 + 99})")
+        source.sql("CHECKPOINT")
+    end = flushed(source)
+    source.sql("INSERT INTO t VALUES (1000)")
+    before = standing(source, name)
+    with connect(source.dsn) as conn:
+        copies.settle(conn, name, end)
+        restart, confirmed = standing(source, name)
+        assert confirmed == end
+        assert end - restart < (end - before[0]) // 2
+        copies.settle(conn, name, end)
+        version = conn.info.server_version
+        with ReplicationStream.open(source.dsn, name, "p", end, server_version=version) as stream:
+            assert inserts(stream, flushed(source)) == 1
+        with pytest.raises(SlotLost):
+            copies.settle(conn, "missing", end)
+
+
+def test_a_slot_that_is_read_cannot_be_settled(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = make(source)
+    monkeypatch.setattr(copies, "_LET_GO", 0.2)
+    with connect(source.dsn) as conn, ReplicationStream.open(source.dsn, name, "p", 0, server_version=conn.info.server_version):
+        end = flushed(source)
+        with pytest.raises(SlotBusy, match=name):
+            copies.settle(conn, name, end)
+
+
+def test_room_and_its_end(make_server: Callable[..., Postgres]) -> None:
+    server = make_server(max_replication_slots=2, max_wal_senders=3)
+    with fresh_source(server) as source, connect(source.dsn) as conn:
+        assert copies.room(conn) == Room(2, 3)
+        name = make(source)
+        copy = SlotCopy.make(source.dsn, name)
+        assert copies.room(conn) == Room(0, 2)
+        with pytest.raises(SourceRefused, match="max_replication_slots"):
+            SlotCopy.make(source.dsn, name)
+        copy.close()
+        wait_for(lambda: copies.room(conn) == Room(1, 3), what="room again")
+
+
+def test_a_slot_that_is_not_there(source: Source) -> None:
+    with pytest.raises((SlotLost, SourceRefused)):
+        SlotCopy.make(source.dsn, "missing")
