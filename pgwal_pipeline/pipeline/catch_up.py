@@ -15,7 +15,7 @@ from pathlib import Path
 from deltalake import Schema
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SlotBusy, SourceRefused
+from pgwal_pipeline.errors import SlotBusy, SourceRefused, SourceUnavailable
 from pgwal_pipeline.lake.ledger import Plan, Read, Window
 from pgwal_pipeline.lake.raw import first_misfit
 from pgwal_pipeline.lsn import format_lsn, window_key
@@ -123,7 +123,7 @@ def _read_all(run: Pass, plan: Plan) -> bool:
     ledger, settings = run.ledger, run.settings
     known = ledger.reads(plan)
     missing = [limits for limits in plan.ranges if window_key(limits[1]) not in known]
-    if known:
+    if known and missing:
         run.progress.say(f"{len(known)} of {len(plan.ends)} windows were read before; the others are read now.")
     extra = min(len(missing) - 1, windows_for(1 << 62, 0, settings.catchup_slots, copies.room(run.conn), cores()).windows - 1)
     budget = max(_LEAST_BUDGET, settings.memory_budget // (1 + max(0, extra)))
@@ -137,16 +137,23 @@ def _read_all(run: Pass, plan: Plan) -> bool:
         if refused and not known:
             run.warn(f"The backlog is drained by one reader alone, for the slot cannot be copied: {refused[0]}")
             return False
-        if missing:
-            _read_here(run, plan, missing[0], budget)
+        try:
+            if missing:
+                _read_here(run, plan, missing[0], budget)
+        except SourceUnavailable as error:
+            # The others may have kept their connections, and what they read is not to be read again.
+            run.progress.say(f"{_stage(plan, missing[0]).capitalize()} broke off: {error}")
         for process in crew:
             process.wait()
+        for process in crew:
             if process.failure is not None and not process.may_be_tried_again:
                 raise process.failure
+            if process.failure is not None:
+                run.progress.say(str(process.failure))
     known = ledger.reads(plan)
     for limits in missing:
         if window_key(limits[1]) not in known:
-            run.progress.say(f"{_stage(plan, limits).capitalize()} is read by this process, as its own one did not end well.")
+            run.progress.say(f"{_stage(plan, limits).capitalize()} is read by this process now.")
             _read_here(run, plan, limits, settings.memory_budget)
     return True
 

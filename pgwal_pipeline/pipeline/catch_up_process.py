@@ -84,7 +84,7 @@ class CatchUpProcess:
         code = self._process.wait()
         if not self._done and self.failure is None:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            self._fail(PgwalError(f"The process of {self._stage} {how} before it had read it; run it again."), again=True)
+            self._fail(PgwalError(f"The process of {self._stage} {how} before it had read it; run the drain again."), again=True)
         self._ready.set()
 
     def _take(self, said: dict[str, Any]) -> None:

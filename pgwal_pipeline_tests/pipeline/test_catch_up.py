@@ -1,6 +1,7 @@
 """The catch-up: a backlog read in windows side by side holds just what one reader would have found, whatever is killed on the way."""
 
 import random
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +11,9 @@ import polars as pl
 import pytest
 
 from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.lake import rows as as_rows
 from pgwal_pipeline.lake.ledger import Plan
+from pgwal_pipeline.lake.log import RowLog
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.lsn import format_lsn, parse_lsn, window_key
 from pgwal_pipeline.pipeline import catch_up, status
@@ -21,6 +24,7 @@ from pgwal_pipeline.postgres.copies import Room
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipeline.test_random import Rounds
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
 MakePipeline = Callable[..., Pipeline]
@@ -112,7 +116,9 @@ class Workload:
         rng, sql = self.rng, self.source.sql
         key = rng.randrange(1, 31)
         # The long transaction writes between the commits of the others, and more than a window holds.
-        self.long.execute("INSERT INTO huge SELECT i, repeat('h', 100) FROM generate_series(%s::int, %s::int) i", [number * 100, number * 100 + 99])
+        self.long.execute(
+            "INSERT INTO huge SELECT i, repeat('h', 100) FROM generate_series(%s::int, %s::int) i", [number * 100, number * 100 + 99]
+        )
         match rng.randrange(12):
             case 0 | 1 | 2:
                 sql("UPDATE keyed SET v = %s WHERE id = %s", f"v{number}", key)
@@ -175,6 +181,26 @@ def test_current_equals_the_source_after_catching_up(source: Source, pipeline: P
         pipeline.sync()
         assert all(state.state == "ready" for state in pipeline.ledger.tables().values())
         pipeline.assert_current(*TABLES)
+
+
+def test_random_changes_of_the_tables(source: Source, make_pipeline: MakePipeline, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables that are altered, renamed, emptied and made anew, whatever window that falls in; small as the backlogs are, they are cut."""
+    monkeypatch.setattr(catch_up, "_LEAST_WINDOW", 1)
+    pipeline = make_pipeline(memory_budget="1MB", snapshot_chunk_rows=7, blocked_timeout=3, catchup_threshold=1)
+    pipeline.spark = lambda: spark
+    rounds = Rounds(source, pipeline, seed=7)
+    try:
+        for _ in range(2):
+            rounds.round()
+    finally:
+        for writer in rounds.work.writers:
+            writer.connection.close()
+    assert any(len(plan.ends) > 1 for plan in plans(pipeline))
+    assert rounds.compared
+
+
+def plans(pipeline: Pipeline) -> list[Plan]:
+    return as_rows.plans(RowLog(pipeline.lake, "plans", as_rows.PLANS, ["start_lsn"]).rows())
 
 
 def test_transactions_at_both_sides_of_a_border(
@@ -362,6 +388,38 @@ def test_a_window_that_cannot_be_read_stops_the_drain_and_keeps_the_others(
     pipeline.drain(plan.ends[-1])
     other.drain(plan.ends[-1])
     assert windows(pipeline) == list(plan.ranges)
+    assert_same_raw(pipeline, other, "public.t")
+    assert_settled(pipeline)
+
+
+@pytest.mark.parametrize("pattern", ["{slot}", "{slot}_w_%"])
+def test_a_connection_that_breaks(pattern: str, source: Source, make_pipeline: MakePipeline, tmp_path: Path) -> None:
+    """The slot's own one, and a copy's: the other windows are read to their ends, and that one once more."""
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
+    fill(source, transactions=60)
+    conn = source.connect()
+    ended, broken = threading.Event(), []
+
+    def terminate() -> None:
+        while not ended.is_set() and not broken:
+            rows = conn.execute(
+                "SELECT pg_terminate_backend(s.active_pid) FROM pg_replication_slots s JOIN pg_stat_replication r ON r.pid = s.active_pid "
+                "WHERE s.slot_name LIKE %s AND r.sent_lsn > s.confirmed_flush_lsn",
+                [pattern.format(slot=pipeline.settings.slot.replace("_", r"\_"))],
+            ).fetchall()
+            broken.extend(rows[:1])
+
+    thread = threading.Thread(target=terminate)
+    thread.start()
+    try:
+        report = pipeline.drain()
+    finally:
+        ended.set()
+        thread.join()
+    assert broken
+    assert len(report.windows) == 3
+    other.drain(pipeline.ledger.frontier())
     assert_same_raw(pipeline, other, "public.t")
     assert_settled(pipeline)
 
