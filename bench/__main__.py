@@ -18,8 +18,8 @@ def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
     """Run the benchmarks called NAMES, or all of them.
 
     drain: 800,000 changes against pg_recvlogical. tables: the same over 50 tables and in one. memory: one transaction of 5 million rows and
-    of 1 million. publish: 100,000 changed keys into a million rows against a MERGE by hand. snapshot: 3 million rows against COPY. catch_up: 2 GB of WAL in one, two and three
-    windows, one round. help: how soon the command answers.
+    of 1 million. publish: 100,000 changed keys into a million rows against a MERGE by hand. snapshot: 3 million rows against COPY.
+    catch_up: 2 GB of WAL in one, two and three windows, one round. help: how soon the command answers.
     """
     console = Console()
     for name in names or NAMES:

@@ -4,6 +4,8 @@ A window's Parquet files are written while the stream is read and belong to noth
 names them (`prepared`), and `commit_window` then makes them part of their Delta tables, as often as it takes.
 """
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -12,7 +14,9 @@ from types import TracebackType
 from typing import Protocol, Self
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.fs as pafs
+import pyarrow.parquet as pq
 from deltalake import DeltaTable, Schema, Transaction
 from deltalake.exceptions import CommitFailedError
 
@@ -197,6 +201,27 @@ class WindowWriter:
         self._buffers.clear()
         return writes
 
+    def cut(self, lsn: int) -> int:
+        """Give up the rows of transactions with a commit LSN from `lsn` on, be they in files already; how many changes these were."""
+        gone = 0
+        for buffer in self._buffers.values():
+            self._flush(buffer)
+            cuts = [_cut_file(self._lake, buffer.folder, future.result(), lsn) for future in buffer.files]
+            buffer.files = [_settled(file) for file, _ in cuts if file is not None]
+            ops = sum((dropped for _, dropped in cuts), Counter[str]())
+            write = buffer.write
+            buffer.write = replace(
+                write,
+                rows=write.rows - ops.total(),
+                inserts=write.inserts - ops["I"],
+                updates=write.updates - ops["U"],
+                deletes=write.deletes - ops["D"],
+                truncates=write.truncates - ops["T"],
+                key_changes=write.key_changes - ops["K"],
+            )
+            gone += ops.total() - ops["K"]
+        return gone
+
     def abandon(self) -> None:
         """Stop, and take away the files that were written."""
         self._pool.shutdown(cancel_futures=True)
@@ -300,6 +325,28 @@ def _write_file(lake: Lake, path: str, folder: str, schema: pa.Schema, rows: lis
         except BaseException:
             file.discard()
             raise
+
+
+def _cut_file(lake: Lake, folder: str, file: FileWrite, lsn: int) -> tuple[FileWrite | None, Counter[str]]:
+    """A file without its rows from a commit LSN on, and what these were by their `_pgwal_op`; None where nothing else was in it."""
+    if json.loads(file.stats)["maxValues"].get(_POSITION, 0) < lsn:
+        return file, Counter()
+    path = f"{folder}/{file.path}"
+    with lake_errors(lake.absolute(path)):
+        with filesystem(lake.uri).open_input_file(path) as stream:
+            rows = pq.ParquetFile(stream).read()
+        beyond = rows.filter(pc.field(_POSITION) >= lsn)
+        kept = rows.filter(pc.field(_POSITION) < lsn)
+        name = f"{PurePosixPath(file.path).parent}/{new_file_name()}"
+        written = _write_file(lake, f"{folder}/{name}", folder, kept.schema, [kept]) if kept.num_rows else None
+    discard_file(lake, path)
+    return written, Counter(beyond["_pgwal_op"].to_pylist())
+
+
+def _settled(file: FileWrite) -> Future[FileWrite]:
+    done: Future[FileWrite] = Future()
+    done.set_result(file)
+    return done
 
 
 def ensure_raw_table(lake: Lake, table: TableName, rows: pa.Schema) -> str:

@@ -174,7 +174,10 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The database that a lake is built from, and by which publication and slot."""
+    """The database that a lake is built from, and by which publication and slot.
+
+    `publication_oid` is 0 while it is not known.
+    """
 
     system_identifier: int
     timeline: int
@@ -182,6 +185,7 @@ class Source:
     database: str
     publication: str
     slot: str
+    publication_oid: int = 0
 
 
 def relation_to_json(relation: Relation) -> str:

@@ -53,6 +53,7 @@ SOURCE = pa.schema(
         ("database", pa.string()),
         ("publication", pa.string()),
         ("slot", pa.string()),
+        ("publication_oid", pa.int64()),
         ("at", _MOMENT),
     ]
 )

@@ -15,6 +15,7 @@ from pgwal_pipeline.pipeline.changes import Look
 from pgwal_pipeline.pipeline.looks import looks, record_tables
 from pgwal_pipeline.postgres import catalog, publication, slot
 from pgwal_pipeline.postgres.slot import SlotState
+from pgwal_pipeline.postgres.timeline import left_at
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
 
@@ -34,28 +35,34 @@ class Attached:
 def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:
     """Make sure that publication and slot exist and are this lake's, and record in the ledger which tables they carry.
 
-    To be called by the holder of the slot's lock only. The source's record is written before the slot is made: a slot that a crash leaves
-    behind is then known as ours. Raises LakeError for another source's lake, SlotLost where the slot is gone or stands beyond the frontier.
+    To be called by the holder of the slot's lock only. Raises LakeError for another source's lake, SlotLost where the slot is gone, stands
+    beyond the frontier, or the source was promoted from a server that was behind the lake; with PGWAL_ON_SLOT_LOSS=resnapshot the slot is
+    made anew then, and every table read again.
     """
+    try:
+        return _attach(settings, conn, warn=warn)
+    except SlotLost as loss:
+        if settings.on_slot_loss == "stop":
+            raise
+        warn(f"{loss} That is done now, as PGWAL_ON_SLOT_LOSS=resnapshot says.")
+        return renew(settings, conn, warn=warn)
+
+
+def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:
+    """The source's record is written before the slot is made: a slot that a crash leaves behind is then known as ours."""
     lake = Lake(settings.lake)
     ledger = Ledger(lake)
-    identity = catalog.source_identity(conn)
-    recorded = ledger.source()
-    ours = Source(
-        system_identifier=identity.system_identifier,
-        timeline=identity.timeline,
-        database_oid=identity.database_oid,
-        database=identity.database,
-        publication=settings.publication,
-        slot=settings.slot,
-    )
+    recorded, ours = ledger.source(), _source(settings, conn)
     if recorded is not None:
         _require_same_source(lake, recorded, ours)
+        _require_same_history(settings, conn, recorded, ours, ledger.frontier())
+        _require_same_publication(conn, recorded, ledger.frontier())
     published = publication.ensure(conn, settings.publication, settings.tables)
+    ours = replace(ours, publication_oid=published.oid)
     state = slot.inspect(conn, settings.slot)
     frontier = ledger.frontier()
     if state is not None:
-        slot.require_usable(state, identity.database)
+        slot.require_usable(state, ours.database)
     if recorded is None and state is not None:
         raise LakeError(
             f"Slot {settings.slot} exists already, but the lake {lake.uri} has no record of it: another lake may be fed by it. "
@@ -66,7 +73,7 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None])
             f"Slot {settings.slot} is gone from the source, and with it the WAL after {format_lsn(frontier)}. "
             f"Run `pgwal resnapshot --all` to make it anew and read every table again."
         )
-    if recorded is None:
+    if recorded != ours:
         ledger.record_source(ours)
     if state is None:
         failpoints.hit("bootstrap.before_slot")
@@ -83,22 +90,32 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None])
     found = looks(conn, settings.publication)
     for table, reason in record_tables(ledger, conn, found, published.skipped).items():
         warn(f"Table {table}: {reason}.")
-    return Attached(identity.server_version, state, found, dict(published.skipped))
+    return Attached(conn.info.server_version, state, found, dict(published.skipped))
 
 
-def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> None:
+def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:
     """Make a slot anew that is missing, lost, or stands past what the lake holds, and have every table read again.
 
-    An intact slot is left as it is. Otherwise nothing between the old frontier and the new slot is in any stream: until a table has been
-    read again it is not published, and its old `current` stays as it was. To be called by the holder of the slot's lock only.
+    So it is where the source was promoted from a server that was behind the lake. An intact slot is left as it is. Otherwise nothing
+    between the old frontier and the new slot is in any stream: until a table has been read again it is not published, and its old
+    `current` stays as it was. To be called by the holder of the slot's lock only. Raises LakeError for another source's lake.
     """
     ledger = Ledger(Lake(settings.lake))
     state = slot.inspect(conn, settings.slot)
     frontier = ledger.frontier()
-    if frontier is not None and (state is None or state.wal_status == "lost" or state.confirmed_flush_lsn > _durable(ledger, frontier)):
+    recorded, ours = ledger.source(), _source(settings, conn)
+    if recorded is not None:
+        _require_same_source(ledger.lake, recorded, ours)
+    if frontier is not None and recorded is not None and _gap(settings, conn, ledger, recorded, ours, frontier, state):
+        if (end := catalog.flush_lsn(conn)) <= frontier:
+            raise LakeError(
+                f"The source's WAL ends at {format_lsn(end)}, but the lake {settings.lake} stands at {format_lsn(frontier)} already, and "
+                f"cannot go back. Set PGWAL_LAKE to another place to begin anew."
+            )
         if state is not None:
             slot.drop(conn, settings.slot)
-        publication.ensure(conn, settings.publication, settings.tables)
+        published = publication.ensure(conn, settings.publication, settings.tables)
+        ledger.record_source(replace(ours, publication_oid=published.oid))
         state = slot.create(settings.dsn, settings.slot, blocked_timeout=settings.blocked_timeout, warn=warn)
         ledger.append_window(_origin(settings.slot, state.confirmed_flush_lsn))
         ledger.record_tables(
@@ -108,7 +125,34 @@ def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) 
                 if known.state not in ("skipped", "gone")
             ]
         )
-    attach(settings, conn, warn=warn)
+    return _attach(settings, conn, warn=warn)
+
+
+def _source(settings: Settings, conn: Connection) -> Source:
+    """The source as the ledger writes it down."""
+    identity = catalog.source_identity(conn)
+    return Source(
+        system_identifier=identity.system_identifier,
+        timeline=identity.timeline,
+        database_oid=identity.database_oid,
+        database=identity.database,
+        publication=settings.publication,
+        slot=settings.slot,
+    )
+
+
+def _gap(
+    settings: Settings, conn: Connection, ledger: Ledger, recorded: Source, ours: Source, frontier: int, state: SlotState | None
+) -> bool:
+    """Whether there are, or may be, changes behind the frontier that the slot does not bring."""
+    if state is None or state.lost or state.confirmed_flush_lsn > _durable(ledger, frontier):
+        return True
+    if recorded.publication_oid not in (0, publication.oid(conn, recorded.publication)):
+        return True
+    if ours.timeline <= recorded.timeline:
+        return False
+    left = left_at(settings.dsn, recorded.timeline, ours.timeline)
+    return left is None or left < frontier
 
 
 def _durable(ledger: Ledger, frontier: int) -> int:
@@ -129,6 +173,43 @@ def _require_same_source(lake: Lake, recorded: Source, ours: Source) -> None:
                 f"The lake {lake.uri} is fed by {variable.lower()} {was}, but PGWAL_{variable} is {now}: "
                 f"set PGWAL_{variable}={was}, or PGWAL_LAKE to another place."
             )
+
+
+def _require_same_publication(conn: Connection, recorded: Source, frontier: int | None) -> None:
+    """See that the publication has been there all the time: the changes of a time without it are in no stream."""
+    now = publication.oid(conn, recorded.publication)
+    if frontier is not None and recorded.publication_oid not in (0, now):
+        what = "was dropped" if now is None else "was dropped and made anew"
+        raise SlotLost(
+            f"Publication {recorded.publication} {what}, and the changes of the time without it are in no stream. "
+            f"Run `pgwal resnapshot --all` to read every table again."
+        )
+
+
+def _require_same_history(settings: Settings, conn: Connection, recorded: Source, ours: Source, frontier: int | None) -> None:
+    """See that the source still has all that the lake has: an older copy has not, nor has a standby that was promoted too early.
+
+    Two servers with one timeline and one LSN have the same WAL up to there; a later timeline has it up to where it left the earlier one.
+    """
+    if frontier is None:
+        return
+    place = f"the lake {settings.lake} has its changes up to {format_lsn(frontier)}"
+    end = catalog.flush_lsn(conn)
+    if ours.timeline < recorded.timeline or (ours.timeline == recorded.timeline and end < frontier):
+        raise LakeError(
+            f"PGWAL_SOURCE_DSN leads to an older copy of the source, or to a standby that is behind: it is on timeline {ours.timeline} at "
+            f"{format_lsn(end)}, but {place} on timeline {recorded.timeline}. "
+            f"Set the DSN to the source itself, or PGWAL_LAKE to another place."
+        )
+    if ours.timeline == recorded.timeline:
+        return
+    left = left_at(settings.dsn, recorded.timeline, ours.timeline)
+    if left is None or left < frontier:
+        how = "does not come from" if left is None else f"left, at {format_lsn(left)},"
+        raise SlotLost(
+            f"The source was promoted or restored: its timeline {ours.timeline} {how} timeline {recorded.timeline}, of which {place}: "
+            f"some of them it never had. Run `pgwal resnapshot --all` to make the slot anew and read every table again."
+        )
 
 
 def _origin(slot_name: str, lsn: int) -> Window:

@@ -5,15 +5,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psycopg
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SlotLost, SourceUnavailable
+from pgwal_pipeline.errors import SlotBusy, SlotLost, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger, Window
+from pgwal_pipeline.lake.ledger import Ledger, Plan, Read, Window
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline import bootstrap as bootstraps
 from pgwal_pipeline.pipeline import catch_up
@@ -22,16 +22,18 @@ from pgwal_pipeline.pipeline.catch_up import Pace, falling_behind
 from pgwal_pipeline.pipeline.changes import Look
 from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, recover, review, window_of
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
-from pgwal_pipeline.pipeline.window import read_window
+from pgwal_pipeline.pipeline.window import StreamBroke, read_window
 from pgwal_pipeline.postgres import catalog, slot, slot_state
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream
-from pgwal_pipeline.progress import Progress
+from pgwal_pipeline.progress import Noted, Progress
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.xid import Snapshot
 
 _CONFIRM_TIMEOUT = 10.0  # seconds for the server to take a confirmation
+_PATIENCE = 60.0  # seconds without getting any further after which a drain gives a source up that has gone away
+_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds before the second attempt, doubled for each one after it
 _ANSWER_EVERY = 0.5  # seconds between looks at whether the server wants an answer
 
 
@@ -61,43 +63,95 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
     end of a backlog that was being caught up may lie past `end_lsn`. Raises SlotBusy when another drain holds the slot for longer than
     PGWAL_BUSY_TIMEOUT.
     """
+    noted, course = Noted(progress), _Course(end_lsn)
+    while True:
+        try:
+            return _drain(settings, course, noted)
+        except SourceUnavailable as error:
+            pause = course.pause(error)
+            if pause is None:
+                raise
+            noted.warn(f"{error} What came whole is kept; the drain goes on from there in {pause:g} s.")
+            time.sleep(pause)
+
+
+@dataclass
+class _Course:
+    """A drain over as many connections as it takes: its end, what it has done, and how long it goes on without getting any further.
+
+    `ended` is what `pg_current_snapshot()` said when the end was chosen.
+    """
+
+    end: int | None
+    ended: str | None = None
+    lag_before: int = 0
+    reports: dict[str, WindowReport] = field(default_factory=dict)
+    seconds: Counter[str] = field(default_factory=Counter)
+    _frontier: int = -1
+    _since: float = 0.0
+    _failures: int = 0
+
+    def choose(self, conn: psycopg.Connection[Any], frontier: int, name: str) -> tuple[int, str]:
+        """The end and `ended`, chosen when the source is first reached; to be called whenever it is, with the lake's frontier."""
+        if self.ended is None:
+            flushed = catalog.flush_lsn(conn)
+            self.end = flushed if self.end is None else self.end
+            self.ended = catalog.running_transactions(conn)
+            self.lag_before = slot.lag(conn, name)
+        if frontier > self._frontier:
+            self._frontier, self._failures = frontier, 0
+        assert self.end is not None
+        return self.end, self.ended
+
+    def add(self, report: WindowReport, seconds: Mapping[str, float]) -> None:
+        """Take in what became of a window."""
+        if report.key not in self.reports:
+            self.reports[report.key] = report
+            self.seconds.update(seconds)
+
+    def pause(self, error: SourceUnavailable) -> float | None:
+        """Seconds before the next attempt, None where it is time to give up; a source that was never reached is not waited for."""
+        now = time.monotonic()
+        if self.ended is None or (self._failures and now - self._since > _PATIENCE):
+            return None
+        if not self._failures or (isinstance(error, StreamBroke) and error.kept is not None):
+            self._since, self._failures = now, 0
+        self._failures += 1
+        return min(_LONGEST_PAUSE, _PAUSE * 2 ** (self._failures - 1))
+
+
+def _drain(settings: Settings, course: _Course, noted: Noted) -> DrainReport:
+    """One attempt at a drain, on connections of its own."""
     ledger = Ledger(Lake(settings.lake))
-    warnings: list[str] = []
-
-    def warn(text: str) -> None:
-        warnings.append(text)
-        progress.warn(text)
-
     with ExitStack() as stack:
         stack.enter_context(slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout))
         conn = stack.enter_context(connect(settings.dsn))
-        attached = attach(settings, conn, warn=warn)
+        attached = attach(settings, conn, warn=noted.warn)
         for table, reason in sorted(attached.skipped.items()):
-            warn(f"Table {table} is left out: {reason}.")
-        run = Pass(settings, ledger, conn, attached.server_version, warn, progress)
-        reports = [window_report(window) for window in recover(ledger.lake, ledger)]
-        seconds: Counter[str] = Counter()
-        for report in reports:
-            seconds.update(report.seconds)
+            noted.warn(f"Table {table} is left out: {reason}.")
+        run = Pass(settings, ledger, conn, attached.server_version, noted.warn, noted)
+        for window in recover(ledger.lake, ledger):
+            course.add(window_report(window), window.seconds)
         frontier = ledger.frontier()
         assert frontier is not None
         flushed, started = catalog.flush_lsn(conn), time.perf_counter()
-        end = flushed if end_lsn is None else end_lsn
-        ended = catalog.running_transactions(conn)
-        lag_before = slot.lag(conn, settings.slot)
+        end, ended = course.choose(conn, frontier, settings.slot)
         for report, spent in _windows(run, attached, frontier, end, ended):
-            reports.append(report)
-            seconds.update(spent)
+            course.add(report, spent)
+        for window in ledger.windows(min((report.start_lsn for report in course.reports.values()), default=end)):
+            # One that was counted, but whose connection broke before its slot was confirmed.
+            course.add(window_report(window), window.seconds)
         state = slot_state.existing(conn, settings.slot)
         pace = Pace(
-            drained=max([frontier, *(report.end_lsn for report in reports)]) - frontier,
+            drained=max([frontier, *(report.end_lsn for report in course.reports.values())]) - frontier,
             written=catalog.flush_lsn(conn) - flushed,
             seconds=time.perf_counter() - started,
             left=state.lag_bytes,
             safe=state.safe_wal_size,
         )
         if (behind := falling_behind(settings.slot, pace, settings.catchup_threshold)) is not None:
-            warn(behind)
+            noted.warn(behind)
+    reports = sorted(course.reports.values(), key=lambda report: report.start_lsn)
     tables: dict[TableName, TableCounts] = dict.fromkeys(attached.tables, TableCounts())
     for report in reports:
         for table, counts in report.tables.items():
@@ -105,10 +159,10 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
     return DrainReport(
         windows=tuple(reports),
         tables=tables,
-        warnings=tuple(warnings),
-        lag_before=lag_before,
+        warnings=noted.warnings,
+        lag_before=course.lag_before,
         lag_after=state.lag_bytes,
-        seconds=dict(seconds),
+        seconds=dict(course.seconds),
     )
 
 
@@ -137,7 +191,7 @@ def _windows(run: Pass, attached: Attached, frontier: int, end: int, ended: str)
     if end > frontier or confirmed < frontier:
         started = time.perf_counter()
         with _open(run, frontier) as stream:
-            window = _drain_window(run, before, Snapshot.parse(ended), stream, frontier, end) if end > frontier else None
+            window = _drain_window(run, before, ended, stream, frontier, end) if end > frontier else None
             failpoints.hit("drain.before_confirm")
             stream.confirm(max(end, frontier))
             _await_confirmation(run.conn, run.settings.slot, max(end, frontier))
@@ -148,23 +202,33 @@ def _windows(run: Pass, attached: Attached, frontier: int, end: int, ended: str)
 
 
 def _open(run: Pass, frontier: int) -> ReplicationStream:
-    return ReplicationStream.open(
-        run.settings.dsn, run.settings.slot, run.settings.publication, frontier, server_version=run.server_version
-    )
+    """The slot's stream; one that a walsender still holds whose client has gone is waited for, for PGWAL_BUSY_TIMEOUT."""
+    settings, deadline = run.settings, time.monotonic() + run.settings.busy_timeout
+    while True:
+        try:
+            return ReplicationStream.open(settings.dsn, settings.slot, settings.publication, frontier, server_version=run.server_version)
+        except SlotBusy:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
-def _drain_window(run: Pass, before: Mapping[TableName, Look], ended: Snapshot, stream: ReplicationStream, start: int, end: int) -> Window:
-    read = read_window(
-        stream,
-        run.ledger.lake,
-        describe_on(run.conn),
-        start_lsn=start,
-        end_lsn=end,
-        memory_budget=run.settings.memory_budget,
-        progress=run.progress,
-    )
+def _drain_window(run: Pass, before: Mapping[TableName, Look], ended: str, stream: ReplicationStream, start: int, end: int) -> Window:
+    try:
+        read = read_window(
+            stream,
+            run.ledger.lake,
+            describe_on(run.conn),
+            start_lsn=start,
+            end_lsn=end,
+            memory_budget=run.settings.memory_budget,
+            progress=run.progress,
+        )
+    except StreamBroke as broke:
+        _keep(run, broke, start, ended)
+        raise
     failpoints.hit("drain.after_files")
-    review(run, before, Told.of(read), ended)
+    review(run, before, Told.of(read), Snapshot.parse(ended))
     window = window_of(run.settings.slot, start, end, read)
     started = time.perf_counter()
     with ThreadPoolExecutor(1, "pgwal-commit") as pool:
@@ -173,6 +237,14 @@ def _drain_window(run: Pass, before: Mapping[TableName, Look], ended: Snapshot, 
             stream.keep_alive()
         commit.result()
     return replace(window, seconds=read.seconds | {"write": read.seconds["write"] + time.perf_counter() - started})
+
+
+def _keep(run: Pass, broke: StreamBroke, start: int, ended: str) -> None:
+    """Have what came whole before the stream broke counted by the next attempt, or the next drain: as a plan that has been read already."""
+    if broke.kept is not None:
+        failpoints.hit("drain.before_keeping")
+        run.ledger.record_plan(Plan(start, (broke.kept_end,), ended))
+        run.ledger.record_read(Read(window_of(run.settings.slot, start, broke.kept_end, broke.kept), Told.of(broke.kept).to_json()))
 
 
 def _await_confirmation(conn: psycopg.Connection[Any], name: str, lsn: int) -> None:

@@ -17,7 +17,7 @@ from deltalake import Schema
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.batch import Decoded, Decoder
 from pgwal_pipeline.decode.pgoutput import RelationMessage
-from pgwal_pipeline.errors import TableError
+from pgwal_pipeline.errors import SourceUnavailable, TableError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.raw import TableWrite, WindowWriter
 from pgwal_pipeline.lsn import window_key
@@ -26,6 +26,18 @@ from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.relation import Relation
 
 _IDLE = 0.25  # seconds the reader waits for the server before it looks round
+
+
+class StreamBroke(SourceUnavailable):
+    """The connection broke in the middle of a window. `kept` is what had come whole by then, a window that ends at `kept_end`.
+
+    `kept` is None where no transaction had come whole.
+    """
+
+    def __init__(self, error: SourceUnavailable, kept: "WindowRead | None", kept_end: int) -> None:
+        super().__init__(str(error))
+        self.kept = kept
+        self.kept_end = kept_end
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,10 @@ class _Feed:
     server_position: int
 
 
+class _Cut:
+    """Stands behind the last feed of a stream that broke."""
+
+
 class _Consumer(threading.Thread):
     """Decodes and writes what the reader hands over, until the window's end has been passed or something fails."""
 
@@ -104,7 +120,10 @@ class _Consumer(threading.Thread):
         self._end_lsn = end_lsn
         self._position = 0
         self._in_transaction = False
-        self._feeds: queue.SimpleQueue[_Feed | None] = queue.SimpleQueue()
+        self.last_commit_end = 0
+        self.passed_end = False
+        self.finished = False
+        self._feeds: queue.SimpleQueue[_Feed | _Cut | None] = queue.SimpleQueue()
         self._budget = budget
         self._held = 0
         self._room = threading.Condition()
@@ -123,14 +142,22 @@ class _Consumer(threading.Thread):
         """Give up what is not consumed yet."""
         self._feeds.put(None)
 
+    def cut_short(self) -> None:
+        """End the window behind the last transaction that came whole, when all that was handed over has been consumed."""
+        self._feeds.put(_Cut())
+
     def run(self) -> None:
         try:
             while (feed := self._feeds.get()) is not None:
+                if isinstance(feed, _Cut):
+                    self._finish(self.last_commit_end)
+                    break
                 passed = self._consume(feed)
                 with self._room:
                     self._held -= feed.size
                     self._room.notify_all()
                 if passed:
+                    self.passed_end = True
                     self._finish()
                     break
         except BaseException as error:  # noqa: BLE001 - carried to the reader's thread, which raises it
@@ -140,11 +167,14 @@ class _Consumer(threading.Thread):
             with self._room:
                 self._room.notify_all()
 
-    def _finish(self) -> None:
+    def _finish(self, cut: int | None = None) -> None:
         with self.tally.timed("write"):
             while True:
                 try:
+                    if cut is not None:
+                        self.tally.changes -= self._writer.cut(cut)
                     self.writes = self._writer.finish()
+                    self.finished = True
                     return
                 except TableError as error:
                     self._refuse(error)
@@ -169,7 +199,8 @@ class _Consumer(threading.Thread):
             if decoded.passed_end:
                 return True
             self._in_transaction = decoded.in_transaction
-            self._position = max(self._position, decoded.last_commit_end_lsn or 0)
+            self.last_commit_end = max(self.last_commit_end, decoded.last_commit_end_lsn or 0)
+            self._position = max(self._position, self.last_commit_end)
         return not self._in_transaction and self._position >= self._end_lsn
 
 
@@ -189,35 +220,57 @@ def read_window(
 
     Ends when the server has read past `end_lsn`; its silence never counts as that, for a walsender is silent while it decodes a large
     transaction that is not ours. At most `memory_budget` bytes of changes are held, undecoded and unwritten together. Nothing is committed
-    and nothing confirmed here. `stage` is what `progress` calls it, `expected` as `WindowWriter` has it. Raises what reading, decoding or
-    writing raise.
+    and nothing confirmed here. `stage` is what `progress` calls it, `expected` as `WindowWriter` has it. Raises StreamBroke, which has what
+    came whole, where the connection breaks, and what decoding or writing raise.
     """
     started = time.perf_counter()
     feed_bytes = max(64 << 10, min(4 << 20, memory_budget // 16))
     writer = WindowWriter(lake, memory_budget // 2, window_key(end_lsn), expected)
     consumer = _Consumer(Decoder(describe, start_lsn, end_lsn), writer, end_lsn, memory_budget // 4)
     consumer.start()
-    reported = -1
+    broken: SourceUnavailable | None = None
     try:
-        while not consumer.ended.is_set():
-            if not consumer.has_room(_IDLE):
-                stream.keep_alive()
-                continue
-            messages = stream.read(feed_bytes, _IDLE)
-            failpoints.hit("drain.read")
-            if messages or stream.server_position != reported:
-                reported = stream.server_position
-                consumer.hand_over(_Feed(messages, sum(map(len, messages)), reported))
-            else:
-                stream.request_reply()
-            progress.stage(stage, max(0, min(reported, end_lsn) - start_lsn), end_lsn - start_lsn, "bytes of WAL")
+        _pump(stream, consumer, feed_bytes, lambda position: progress.stage(stage, *_share(start_lsn, position, end_lsn), "bytes of WAL"))
+    except SourceUnavailable as error:
+        broken = error
+        consumer.cut_short()
     finally:
-        consumer.stop()
+        if broken is None:
+            consumer.stop()
         consumer.join()
-        if consumer.error is not None or not consumer.ended.is_set():
+        if consumer.error is not None or not consumer.finished or (broken is not None and not start_lsn < consumer.last_commit_end):
             writer.abandon()
     if consumer.error is not None:
         raise consumer.error
+    read = _what_was_read(consumer, time.perf_counter() - started)
+    if broken is not None and not consumer.passed_end:
+        whole = start_lsn < consumer.last_commit_end
+        raise StreamBroke(broken, read if whole else None, consumer.last_commit_end) from broken
+    return read
+
+
+def _pump(stream: ReplicationStream, consumer: _Consumer, feed_bytes: int, report: Callable[[int], None]) -> None:
+    """Hand over what the stream brings until the consumer has seen the window's end; `report` is told how far the server has read."""
+    reported = -1
+    while not consumer.ended.is_set():
+        if not consumer.has_room(_IDLE):
+            stream.keep_alive()
+            continue
+        messages = stream.read(feed_bytes, _IDLE)
+        failpoints.hit("drain.read")
+        if messages or stream.server_position != reported:
+            reported = stream.server_position
+            consumer.hand_over(_Feed(messages, sum(map(len, messages)), reported))
+        else:
+            stream.request_reply()
+        report(reported)
+
+
+def _share(start_lsn: int, position: int, end_lsn: int) -> tuple[int, int]:
+    return max(0, min(position, end_lsn) - start_lsn), end_lsn - start_lsn
+
+
+def _what_was_read(consumer: _Consumer, seconds: float) -> WindowRead:
     tally = consumer.tally
     return WindowRead(
         writes=consumer.writes,
@@ -229,5 +282,5 @@ def read_window(
         bytes=tally.bytes,
         min_xid=min(tally.xids, default=None),
         max_xid=max(tally.xids, default=None),
-        seconds={"drain": time.perf_counter() - started, **tally.seconds},
+        seconds={"drain": seconds, **tally.seconds},
     )

@@ -63,6 +63,15 @@ def ensure(conn: Connection, name: str, globs: str) -> Publication:
         raise translate(error, f"bringing publication {name} in step with PGWAL_TABLES") from error
 
 
+def oid(conn: Connection, name: str) -> int | None:
+    """The oid of the publication, which one that is made anew under the name has not; None where there is none."""
+    try:
+        rows = conn.execute("SELECT oid::int8 FROM pg_catalog.pg_publication WHERE pubname = %s", [name]).fetchall()
+    except psycopg.Error as error:
+        raise translate(error, f"looking at publication {name}") from error
+    return rows[0][0] if rows else None
+
+
 def drop(conn: Connection, name: str) -> bool:
     """Drop the publication if it is ours; says whether it did. Raises SourceRefused where the role does not own it."""
     try:

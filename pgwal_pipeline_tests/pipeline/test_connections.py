@@ -1,0 +1,240 @@
+"""Connections that break in the middle of a drain: nothing is lost or doubled, the drain goes on, or ends with what came whole."""
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import polars as pl
+import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from pgwal_pipeline import failpoints
+from pgwal_pipeline.errors import SourceUnavailable
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.pipeline import drain as drains
+from pgwal_pipeline.pipeline.reports import DrainReport
+from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.relation import TableName
+from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.proxy import Proxy
+from pgwal_pipeline_tests.support import Source, fresh_source
+
+MakePipeline = Callable[..., Pipeline]
+
+
+def fill(source: Source, transactions: int, seed: int = 0) -> None:
+    """Transactions of one to a hundred rows over two tables; every tenth one is taken back."""
+    rng = random.Random(seed)
+    for _ in range(transactions):
+        table, rows = rng.choice("ab"), rng.choice((1, 10, 100))
+        source.sql(
+            f"BEGIN; INSERT INTO {table} (body) SELECT repeat(md5(random()::text), 30) FROM generate_series(1, {rows}); "
+            f"UPDATE {table} SET n = n + 1 WHERE id % 17 = 0; {'ROLLBACK' if rng.random() < 0.1 else 'COMMIT'}"
+        )
+
+
+def assert_raw_is_whole(source: Source, lake: str) -> int:
+    """Raw, replayed in its order, is what the source holds; no position stands there twice. Gives the number of changes."""
+    changes = 0
+    for table in "ab":
+        raw = pl.scan_delta(Lake(lake).raw(TableName("public", table))).collect().sort("_pgwal_commit_lsn", "_pgwal_ordinal")
+        assert raw.select("_pgwal_commit_lsn", "_pgwal_ordinal").is_duplicated().sum() == 0
+        rows: dict[int, int] = {}
+        for op, key, n in raw.select("_pgwal_op", "id", "n").iter_rows():
+            assert (key in rows) == (op == "U")
+            rows[key] = n
+        assert rows == dict(source.sql(f"SELECT id, n FROM {table}"))
+        changes += raw.height
+    return changes
+
+
+def prepared(source: Source) -> None:
+    for table in "ab":
+        source.sql(f"CREATE TABLE {table} (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, n int DEFAULT 0, body text)")
+
+
+def drained(pipeline: Pipeline) -> DrainReport:
+    report = pipeline.drain()
+    frontier = pipeline.ledger.frontier()
+    assert frontier is not None
+    confirmed = pipeline.source.value(
+        "SELECT confirmed_flush_lsn::text FROM pg_replication_slots WHERE slot_name = %s", pipeline.settings.slot
+    )
+    assert confirmed == format_lsn(frontier)
+    assert pipeline.ledger.plan() is None
+    return report
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drains, "_PAUSE", 0.05)
+
+
+def at_reads(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
+    passed = 0
+
+    def hit(name: str) -> None:
+        nonlocal passed
+        if name == "drain.read":
+            passed += 1
+            act(passed)
+
+    monkeypatch.setattr(failpoints, "hit", hit)
+
+
+@pytest.mark.parametrize("who", ["walsender", "everyone"])
+def test_terminated_again_and_again(
+    who: str, source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    prepared(source)
+    pipeline = make_pipeline(memory_budget="1MB")
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    fill(source, 100)
+    times = 0
+
+    def terminate(passed: int) -> None:
+        nonlocal times
+        if passed % 7 == 0 and times < 5:
+            times += 1
+            only = "AND backend_type = 'walsender'" if who == "walsender" else "AND application_name LIKE 'pgwal%'"
+            source.sql(f"SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = current_database() {only}")
+
+    at_reads(monkeypatch, terminate)
+    report = drained(pipeline)
+    assert times == 5
+    assert len(report.windows) >= 2
+    assert len(report.warnings) >= 2
+    assert all("goes on from there" in warning for warning in report.warnings)
+    assert assert_raw_is_whole(source, pipeline.settings.lake) == report.changes
+
+
+def proxied(source: Source, proxy: Proxy) -> str:
+    parts = conninfo_to_dict(source.dsn)
+    return make_conninfo(**{**parts, "host": "127.0.0.1", "port": str(proxy.port), "sslmode": "disable"})
+
+
+def tcp(source: Source) -> tuple[str, int]:
+    parts = conninfo_to_dict(source.dsn)
+    return str(parts["host"]), int(parts["port"] or 5432)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_cut_by_the_network(reset: bool, source: Source, make_pipeline: MakePipeline, quick: None) -> None:
+    prepared(source)
+    with Proxy(*tcp(source)) as proxy:
+        pipeline = make_pipeline(source_dsn=proxied(source, proxy), memory_budget="1MB")
+        drains.bootstrap(pipeline.settings, progress=Silent())
+        fill(source, 80)
+        proxy.reset, proxy.cut_after = reset, 900_000
+        report = drained(pipeline)
+        assert proxy.cuts >= 3
+    assert assert_raw_is_whole(source, pipeline.settings.lake) == report.changes
+    fill(source, 10, seed=1)
+    pipeline.source = source
+    drains.drain(pipeline.settings.model_copy(update={"source_dsn": make_pipeline().settings.source_dsn}), progress=Silent())
+    assert_raw_is_whole(source, pipeline.settings.lake)
+
+
+def test_a_transaction_larger_than_a_connection_lives_for_is_given_up_with_what_came_before(
+    source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    monkeypatch.setattr(drains, "_PATIENCE", 2.0)
+    prepared(source)
+    with Proxy(*tcp(source)) as proxy:
+        pipeline = make_pipeline(source_dsn=proxied(source, proxy), memory_budget="1MB")
+        drains.bootstrap(pipeline.settings, progress=Silent())
+        fill(source, 20)
+        before = source.value("SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn")
+        source.sql("INSERT INTO a (body) SELECT repeat(md5(random()::text), 30) FROM generate_series(1, 5000)")
+        proxy.cut_after = 3_000_000
+        with pytest.raises(SourceUnavailable):
+            pipeline.drain()
+        frontier = pipeline.ledger.frontier()
+        assert frontier is not None
+        assert frontier <= before
+        proxy.cut_after = None
+        report = drained(pipeline)
+        assert report.changes >= 5000
+    assert_raw_is_whole(source, pipeline.settings.lake)
+
+
+def test_a_source_that_goes_away_for_good_leaves_what_came(
+    source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    monkeypatch.setattr(drains, "_PATIENCE", 1.0)
+    prepared(source)
+    with Proxy(*tcp(source)) as proxy:
+        pipeline = make_pipeline(source_dsn=proxied(source, proxy), memory_budget="1MB")
+        drains.bootstrap(pipeline.settings, progress=Silent())
+        fill(source, 100)
+
+        def leave(passed: int) -> None:
+            if passed == 5:
+                proxy.refusing, proxy.cut_after = True, 0
+
+        at_reads(monkeypatch, leave)
+        with pytest.raises(SourceUnavailable) as caught:
+            pipeline.drain()
+        assert "in the way" not in str(caught.value)
+        plan = pipeline.ledger.plan()
+        assert plan is not None
+        (read,) = pipeline.ledger.reads(plan).values()
+        assert read.window.changes > 0
+        monkeypatch.setattr(failpoints, "hit", lambda name: None)
+        proxy.refusing, proxy.cut_after = False, None
+        report = drained(pipeline)
+        assert report.windows[0].end_lsn == read.window.end_lsn
+        assert report.windows[0].changes == read.window.changes
+    assert assert_raw_is_whole(source, pipeline.settings.lake) == report.changes
+
+
+def test_a_server_that_crashes_and_comes_back(
+    make_server: Callable[..., Postgres], tmp_path: Any, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    server = make_server(fsync="on")
+    with fresh_source(server) as source:
+        prepared(source)
+        pipeline = make_pipeline(source_dsn=source.dsn, memory_budget="1MB")
+        pipeline.source = source
+        drains.bootstrap(pipeline.settings, progress=Silent())
+        fill(source, 100)
+        back = threading.Thread(target=server.start)
+
+        def crash(passed: int) -> None:
+            if passed == 6:
+                server.kill()
+                source.close()
+                back.start()
+
+        at_reads(monkeypatch, crash)
+        report = drained(pipeline)
+        back.join()
+        assert report.warnings
+        assert assert_raw_is_whole(source, pipeline.settings.lake) == report.changes
+
+
+def test_a_connection_through_which_nothing_comes_any_more(
+    source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    """Half-open: nothing arrives and nothing fails. Found out by the answers that do not come; here after two seconds, not sixty."""
+    prepared(source)
+    monkeypatch.setattr("pgwal_pipeline.postgres.stream._LEAST_SILENCE", 2.0)
+    monkeypatch.setattr("pgwal_pipeline.postgres.stream._LONGEST_INTERVAL", 0.5)
+    source.sql(f"ALTER DATABASE {source.database} SET wal_sender_timeout = '1s'")
+    with Proxy(*tcp(source)) as proxy:
+        pipeline = make_pipeline(source_dsn=proxied(source, proxy), memory_budget="1MB")
+        drains.bootstrap(pipeline.settings, progress=Silent())
+        fill(source, 60)
+
+        def freeze(passed: int) -> None:
+            if passed == 4:
+                proxy.frozen.set()
+                threading.Timer(4.0, proxy.frozen.clear).start()
+
+        at_reads(monkeypatch, freeze)
+        report = drained(pipeline)
+        assert report.warnings
+    assert assert_raw_is_whole(source, pipeline.settings.lake) == report.changes
