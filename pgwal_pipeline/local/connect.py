@@ -70,3 +70,10 @@ class ConnectServer:
             self._process.kill()
             self._process.wait()
         self._process = None
+
+    def kill(self) -> None:
+        """End the server as a crash would; `start` then makes a new one at the same address."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
