@@ -1,16 +1,18 @@
 """Copies of the slot against real servers: they give what the slot gives from a position on, and go with their session."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from pgwal_pipeline.errors import SlotBusy, SlotLost, SourceRefused
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.lsn import parse_lsn
-from pgwal_pipeline.postgres import copies, slot
+from pgwal_pipeline.postgres import catalog, copies, slot
 from pgwal_pipeline.postgres.copies import Room, SlotCopy
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import HEADER_BYTES, ReplicationStream
+from pgwal_pipeline_tests.postgres.standby import standby_of
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
 
@@ -112,6 +114,30 @@ def test_room_and_its_end(make_server: Callable[..., Postgres]) -> None:
             SlotCopy.make(source.dsn, name)
         copy.close()
         wait_for(lambda: copies.room(conn) == Room(1, 3), what="room again")
+
+
+def test_on_a_standby(make_server: Callable[..., Postgres], tmp_path: Path) -> None:
+    with fresh_source(make_server()) as source:
+        source.sql("CREATE TABLE t (id int PRIMARY KEY)")
+        source.sql("CREATE PUBLICATION p FOR TABLE t")
+        with standby_of(source, tmp_path / "standby") as standby, connect(standby.dsn) as conn:
+
+            def hasten(_: str) -> None:
+                source.sql("SELECT pg_log_standby_snapshot()")
+
+            slot.create(standby.dsn, "followed", blocked_timeout=30, warn=hasten)
+            ends = []
+            for number in range(4):
+                source.sql(f"INSERT INTO t SELECT generate_series({number * 100}, {number * 100 + 99})")
+                source.sql("CHECKPOINT")
+                ends.append(flushed(source))
+            wait_for(lambda: catalog.flush_lsn(conn) >= ends[-1], what="the standby to replay")
+            copy = SlotCopy.make(standby.dsn, "followed")
+            with copy.stream("p", ends[1], server_version=conn.info.server_version) as stream:
+                assert inserts(stream, ends[-1]) == 200
+            copies.settle(conn, "followed", ends[-1])
+            assert standing(standby, "followed")[1] == ends[-1]
+            slot.drop(conn, "followed")
 
 
 def test_a_slot_that_is_not_there(source: Source) -> None:
