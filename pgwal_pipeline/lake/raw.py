@@ -6,7 +6,7 @@ names them (`prepared`), and `commit_window` then makes them part of their Delta
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
@@ -36,7 +36,7 @@ from pgwal_pipeline.lake.delta import (
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, move, new_file_name, plain_schema, plain_tables
 from pgwal_pipeline.lake.records import FileWrite, TableWrite
-from pgwal_pipeline.lake.schema import changed_type, check_columns, fits, fitted, partitioned_schema
+from pgwal_pipeline.lake.schema import changed_type, check_columns, fitted, partitioned_schema
 from pgwal_pipeline.lsn import parse_window_key
 from pgwal_pipeline.relation import Relation, TableName
 
@@ -49,7 +49,6 @@ __all__ = [
     "check_columns",
     "commit_window",
     "ensure_raw_table",
-    "first_misfit",
 ]
 
 PARTITION = "_pgwal_window"
@@ -294,25 +293,6 @@ def _standing_schema(lake: Lake, path: str, expected: Mapping[str, Schema] | Non
         return expected[path]
     table = open_table(lake, path)
     return None if table is None else table.schema()
-
-
-def first_misfit(lake: Lake, windows: Sequence[Iterable[TableWrite]]) -> tuple[int, dict[str, Schema]] | None:
-    """The first of windows to be committed after one another whose files do not fit the tables as they will be by then.
-
-    That happens to windows that were read side by side: a column is new in one and has another type in a later one. With it come the
-    tables' schemas by then, by their addresses, for it to be read again. None where all fit.
-    """
-    paths = list({write.path for writes in windows for write in writes})
-    standing = side_by_side(lambda path: _standing_schema(lake, path), paths, 8 if lake.is_local else 16)
-    schemas = {path: schema for path, schema in zip(paths, standing, strict=True) if schema is not None}
-    for number, writes in enumerate(windows):
-        fields = {write.path: Schema.from_json(write.schema_json) for write in writes}
-        if not all(fits(schemas.get(path, Schema([])), wanted) for path, wanted in fields.items()):
-            return number, schemas
-        for path, wanted in fields.items():
-            has = schemas.get(path, Schema([]))
-            schemas[path] = Schema([*has.fields, *missing_fields(has, wanted)])
-    return None
 
 
 def _write_file(lake: Lake, path: str, folder: str, schema: pa.Schema, rows: list[pa.Table]) -> FileWrite:

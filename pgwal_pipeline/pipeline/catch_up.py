@@ -16,8 +16,8 @@ from deltalake import Schema
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import SlotBusy, SourceRefused, SourceUnavailable
+from pgwal_pipeline.lake.fitting import first_misfit
 from pgwal_pipeline.lake.ledger import Plan, Read, Window
-from pgwal_pipeline.lake.raw import first_misfit
 from pgwal_pipeline.lsn import format_lsn, window_key
 from pgwal_pipeline.pipeline.catch_up_process import CatchUpProcess
 from pgwal_pipeline.pipeline.changes import Look
