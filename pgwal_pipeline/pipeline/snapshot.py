@@ -61,15 +61,19 @@ def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *,
         if not states:
             bootstrap(settings, progress=noted)
             states = ledger.tables()
-        todo = [states[table] for table in needed(settings)] if tables is None else [_begin_anew(states, table) for table in tables]
+        todo = [states[table] for table in needed(settings)] if tables is None else [_followed(states, table) for table in tables]
         published = {table.relation.table: table for table in catalog.published_tables(conn, settings.publication)}
         watch = SlotWatch(conn, settings.slot, noted)
         waiting = time.monotonic() + settings.blocked_timeout
         reports: list[SnapshotReport] = []
         blocked: dict[TableName, str] = {}
-        for state in sorted(todo, key=lambda state: state.joined_xid or 0):
-            if state.table not in published:
+        for planned in sorted(todo, key=lambda state: state.joined_xid or 0):
+            # A drain beside may have met changes of the table since.
+            state = ledger.tables()[planned.table]
+            if state.table not in published or state.state in ("skipped", "gone"):
                 continue
+            if tables is not None:
+                state = replace(state, reading=None)
             try:
                 if state.joined_xid is not None:
                     copy.wait_for_transactions(conn, state.joined_xid, max(0.0, waiting - time.monotonic()), noted.warn)
@@ -92,12 +96,12 @@ def _note(ledger: Ledger, state: TableState, error: TableError) -> None:
         ledger.amend_tables(lambda known: [replace(known.get(state.table, state), state="error", reading=None, reason=str(error))])
 
 
-def _begin_anew(states: dict[TableName, TableState], table: TableName) -> TableState:
+def _followed(states: dict[TableName, TableState], table: TableName) -> TableState:
     state = states.get(table)
     if state is None or state.state in ("skipped", "gone"):
         why = f": {state.reason}" if state is not None and state.reason else ""
         raise SourceRefused(f"Table {table} is not followed{why}; `pgwal status` lists the tables that are.")
-    return replace(state, reading=None)
+    return state
 
 
 @dataclass
@@ -161,7 +165,7 @@ class _TableRead:
                     for number, bound in enumerate(bounds)
                 ]
             )
-        self.ledger.record_tables([state])
+        self.ledger.amend_tables(lambda known: [_begun(known.get(state.table, state), state)])
         assert state.reading is not None
         return state, self.ledger.chunks(state.table, state.reading)
 
@@ -225,6 +229,19 @@ class _TableRead:
             self._rows[number] += piece.num_rows
             yield piece
         failpoints.hit("snapshot.between_read_and_write")
+
+
+def _begun(known: TableState, state: TableState) -> TableState:
+    """The table's state from when its reading has begun; what the stream has said of it meanwhile stays."""
+    return replace(
+        known,
+        state=state.state,
+        reason=state.reason,
+        reading=state.reading,
+        joined_xid=state.joined_xid,
+        relation=state.relation,
+        key=state.key,
+    )
 
 
 def _whole(known: TableState, state: TableState, required_lsn: int) -> TableState:
