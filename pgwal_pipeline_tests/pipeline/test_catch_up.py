@@ -1,6 +1,7 @@
 """The catch-up: a backlog read in windows side by side holds just what one reader would have found, whatever is killed on the way."""
 
 import random
+import signal
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -300,6 +301,26 @@ def test_a_window_whose_process_is_killed_is_read_by_the_other(
     assert done.returncode == 0, done.stderr
     other.drain(pipeline.ledger.frontier())
     assert len(windows(pipeline)) == 2
+    assert_same_raw(pipeline, other, "public.t")
+    assert_settled(pipeline)
+
+
+def test_an_interrupted_catch_up_leaves_no_process_and_no_slot(source: Source, make_pipeline: MakePipeline, tmp_path: Path) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
+    fill(source)
+    slot = pipeline.settings.slot
+    environment = {"PGWAL_CATCHUP_THRESHOLD": "512kB", "PGWAL_FAILPOINTS": "catch_up.after_files=sleep:60"}
+    with pipeline.started(DRAIN, environment=environment) as drain:
+        wait_for(lambda: len(slots(source, slot)) == 3, seconds=60, what="the copies")
+        plan = wait_for(pipeline.ledger.plan, what="the plan")
+        wait_for(lambda: len(pipeline.ledger.reads(plan)) == 1, seconds=60, what="the first window")
+        drain.send_signal(signal.SIGINT)
+        assert drain.wait(20) != 0
+    assert len(pipeline.ledger.reads(plan)) == 1
+    wait_for(lambda: slots(source, slot) == {slot}, what="the copies to be gone")
+    pipeline.drain()
+    other.drain(pipeline.ledger.frontier())
     assert_same_raw(pipeline, other, "public.t")
     assert_settled(pipeline)
 
