@@ -152,7 +152,7 @@ class Workload:
 TABLES = ("public.keyed", "public.bag", "public.huge", "public.emptied")
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_windows_hold_what_one_reader_finds(seed: int, source: Source, make_pipeline: MakePipeline, tmp_path: Path) -> None:
     workload = Workload(source, seed)
     pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
@@ -418,7 +418,7 @@ def test_a_connection_that_breaks(pattern: str, source: Source, make_pipeline: M
     """The slot's own one, and a copy's: the other windows are read to their ends, and that one once more."""
     source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
     pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
-    fill(source, transactions=60)
+    fill(source, transactions=40)
     conn = source.connect()
     ended, broken = threading.Event(), []
 
