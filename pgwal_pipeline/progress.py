@@ -167,11 +167,13 @@ class DagsterLog:
     def __init__(self, log: logging.Logger, *, every_seconds: float = _QUIET_SECONDS) -> None:
         self._log = log
         self._throttle = _Throttle(every_seconds)
+        self._pace = _Pace()
 
     def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
         """Log the stage, if it is due."""
+        pace = self._pace.text(name, done, total, unit)
         if self._throttle.lets_through(name, complete=total is not None and done >= total):
-            self._log.info("%s: %s", printable(name), _amount(done, total, unit))
+            self._log.info("%s: %s%s", printable(name), _amount(done, total, unit), pace)
 
     def warn(self, text: str) -> None:
         """Log a warning."""

@@ -96,6 +96,28 @@ def test_the_main_job_from_nothing(source: Source, commands: Commands, request: 
     assert dropped == {"dropped": ["slot cli_test", "publication cli_test"]}
 
 
+def test_a_table_that_waits_for_an_old_transaction_holds_up_no_other(
+    source: Source, commands: Commands, request: pytest.FixtureRequest
+) -> None:
+    commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_server").address
+    source.sql("CREATE TABLE t (id int PRIMARY KEY); CREATE TABLE other (id int PRIMARY KEY)")
+    commands.json("drain")
+    old = source.connect(autocommit=False)
+    old.execute("INSERT INTO other VALUES (1)")
+    source.sql("INSERT INTO t VALUES (1); CREATE TABLE joined (id int PRIMARY KEY); INSERT INTO joined VALUES (1)")
+    code, out, err = commands.run("sync", "--json", PGWAL_BLOCKED_TIMEOUT="7s")
+    assert code == 1
+    answer = json.loads(out)
+    assert set(answer["publish"]["tables"]) == {"public.t", "public.other"}
+    assert sorted(taken["table"] for taken in answer["snapshots"]) == ["public.other", "public.t"]
+    waiting = f"pid {old.info.backend_pid}"
+    assert any(waiting in warning for warning in answer["warnings"])
+    assert err.strip().splitlines()[-1].startswith("pgwal: public.joined could not be read yet")
+    assert waiting in err
+    old.commit()
+    assert "public.joined" in commands.json("sync")["publish"]["tables"]
+
+
 BAD = [
     ({"PGWAL_LAG_THRESHOLD": "many"}, 2, "PGWAL_LAG_THRESHOLD"),
     ({"PGWAL_SOURCE_DSN": ""}, 2, "PGWAL_SOURCE_DSN"),

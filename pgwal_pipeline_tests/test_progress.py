@@ -34,6 +34,33 @@ def test_bytes_are_shown_as_sizes(log: logging.Logger, caplog: pytest.LogCapture
     assert caplog.messages == ["drain: 1.5 MB of 3.0 GB of WAL", "copy: 512 B"]
 
 
+def test_long_work_tells_its_pace_and_what_is_left(
+    log: logging.Logger, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    shown = progress.DagsterLog(log, every_seconds=0.0)
+    shown.stage("read", 500, 10_500, "rows")
+    now += 2.0
+    shown.stage("read", 2_500, 10_500, "rows")
+    shown.stage("drain", 0, None, "bytes of WAL")
+    now += 4.0
+    shown.stage("drain", 8 << 20, None, "bytes of WAL")
+    assert caplog.messages == [
+        "read: 500 of 10,500 rows",
+        "read: 2,500 of 10,500 rows, 1,000 rows/s, 8 s left",
+        "drain: 0 B of WAL",
+        "drain: 8.0 MB of WAL, 2.0 MB/s",
+    ]
+
+
+def test_warnings_are_noted_once(log: logging.Logger) -> None:
+    noted = progress.Noted(progress.DagsterLog(log))
+    for text in ("one", "two", "one"):
+        noted.warn(text)
+    assert noted.warnings == ("one", "two")
+
+
 def test_warnings_and_lines(log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
     shown = progress.DagsterLog(log)
     shown.warn("look out")
