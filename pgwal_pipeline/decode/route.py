@@ -15,6 +15,7 @@ _KNOWN: Final = np.isin(np.arange(256), np.frombuffer(b"BCIUDTRYOM", np.uint8))
 _OTHERS: Final = np.isin(np.arange(256), np.frombuffer(b"RYOM", np.uint8))
 _ROWS: Final = np.isin(np.arange(256), np.frombuffer(b"IUD", np.uint8))
 _EPOCH: Final = 946_684_800_000_000  # microseconds from 1970-01-01 to 2000-01-01, from where Postgres counts
+_LATEST: Final = (1 << 63) - 1 - _EPOCH  # in microseconds since 2000: what comes later has no place in 64 bits since 1970
 _BEGIN_SIZE: Final = HEADER + 21
 _COMMIT_SIZE: Final = HEADER + 26
 
@@ -171,9 +172,13 @@ def _check_order(frames: Frames, kinds: Bytes, in_transaction: bool) -> None:
 
 def _transactions(frames: Frames, begins: Ints, opened: OpenTransaction | None, start_lsn: int) -> Transactions:
     at = frames.starts[begins] + (HEADER + 1)
+    times = frames.word(at + 8)
+    beyond = times > _LATEST
+    if beyond.any():
+        raise frames.message_error(int(begins[beyond.argmax()]), "its time of commit is none")
     before = (opened.commit_lsn, opened.committed_at, opened.xid) if opened else (0, 0, 0)
     commit_lsn = np.concatenate([before[:1], frames.word(at)])
-    committed_at = np.concatenate([before[1:2], frames.word(at + 8) + _EPOCH])
+    committed_at = np.concatenate([before[1:2], times + _EPOCH])
     xid = np.concatenate([before[2:], frames.word(at + 16) >> 32 & 0xFFFFFFFF])
     return Transactions(commit_lsn, committed_at, xid, commit_lsn >= start_lsn)
 

@@ -20,7 +20,19 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _STORE_SAYS = re.compile(r"<Code>([^<]*)</Code>\s*<Message>([^<]*)</Message>")
+# What Arrow, delta-rs and the store itself say when they gave up trying again what may succeed later.
+_PASSING = re.compile(
+    r"error sending request|operation timed out|Connection (refused|reset)|connection closed|InternalError|SlowDown|ServiceUnavailable"
+    r"|AWS Error (INTERNAL_FAILURE|SLOW_DOWN|SERVICE_UNAVAILABLE|NETWORK_CONNECTION|REQUEST_TIMEOUT|THROTTLING)|status code 50[0234]"
+    r"|50[0234] (Internal|Bad Gateway|Service|Gateway)"
+)
+_FULL = re.compile(r"No space left on device|[Qq]uota exceeded|File too large")
+_DAMAGED = re.compile(
+    r"Json error|Parquet (magic|input|file)|[Cc]orrupt|No such file|Path does not exist|Object at location|thrift", re.IGNORECASE
+)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+_COMMIT_TRIES = 3  # of a commit that the store gives no answer to; delta-rs waits half a minute for one, and does not ask again
 
 ATTEMPTS = 60
 """How often a change that another writer was faster than is tried anew."""
@@ -130,15 +142,37 @@ def commit(
     version the slower one gets CommitFailedError and must look again; its version is what `table.transaction_version(app_id)` says then.
     """
     before = table.version()
-    table.create_write_transaction(
-        list(actions),
-        "append",
-        table.schema(),
-        partition_by=list(partition_by),
-        commit_properties=None if marker is None else CommitProperties(app_transactions=[marker]),
-    )
-    table.update_incremental()
+    for attempt in range(1, _COMMIT_TRIES + 1):
+        try:
+            table.create_write_transaction(
+                list(actions),
+                "append",
+                table.schema(),
+                partition_by=list(partition_by),
+                commit_properties=None if marker is None else CommitProperties(app_transactions=[marker]),
+            )
+        except (DeltaError, OSError) as error:
+            lost = isinstance(error, CommitFailedError)
+            if not lost and (attempt == _COMMIT_TRIES or not _PASSING.search(str(error))):
+                raise
+            # A store may have done what it gave no answer to, and asked again finds a commit there: perhaps this one.
+            table.update_incremental()
+            if _holds(table, actions):
+                break
+            if lost:
+                raise
+            if table.version() != before:
+                raise CommitFailedError(f"another writer was faster at {uri}") from error
+        else:
+            table.update_incremental()
+            break
     flush_commits(lake, uri, before, table.version())
+
+
+def _holds(table: DeltaTable, actions: Sequence[AddAction | RemoveAction]) -> bool:
+    """Whether the files that `actions` add, of which there is at least one, are part of `table`."""
+    added = {action.path for action in actions if isinstance(action, AddAction)}
+    return bool(added) and added <= set(pa.table(table.get_add_actions(flatten=True))["path"].to_pylist())
 
 
 def flush_commits(lake: Lake, uri: str, before: int, last: int) -> None:
@@ -174,10 +208,17 @@ def _lake_error(uri: str, error: Exception) -> LakeError:
         # delta-rs puts causes beneath one another, the innermost last, and details after a line's end
         said = ([part for part in (cause.strip() for cause in text.split("\u21b3")) if part] or [type(error).__name__])[-1]
     shown = _COLOUR.sub("", said).strip().splitlines()[0].rstrip(".")[:300]
-    found = LakeError(
-        f"The lake cannot be used at {uri}: {shown}. PGWAL_LAKE takes a folder or s3:// prefix of its own that can be read and written."
-    )
-    found.transient = "error sending request" in text or "operation timed out" in text
+    transient = _PASSING.search(text) is not None
+    if _FULL.search(text):
+        advice = "Make room there and run it again."
+    elif transient:
+        advice = "The store failed for now: run it again."
+    elif _DAMAGED.search(text):
+        advice = "A file of it is damaged or gone: restore it from a copy of the lake, or begin anew in another PGWAL_LAKE."
+    else:
+        advice = "PGWAL_LAKE takes a folder or s3:// prefix of its own that can be read and written."
+    found = LakeError(f"The lake cannot be used at {uri}: {shown}. {advice}")
+    found.transient = transient
     return found
 
 

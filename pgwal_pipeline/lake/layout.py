@@ -43,6 +43,8 @@ _PASSED_ON = (
     "AWS_S3_LOCKING_PROVIDER",
 )
 
+_TRIES = 8  # of a request that fails for the moment, about as many as delta-rs makes; after each it waits twice as long
+
 
 def path_segment(name: str) -> str:
     """`name` as one folder's name: what is not a lower-case letter, a digit or `_` stands as `-` and two hex digits a byte.
@@ -166,7 +168,12 @@ def _filesystem(uri: str, options: tuple[tuple[str, str], ...]) -> pafs.FileSyst
         "scheme": endpoint.scheme or None,
         "endpoint_override": endpoint.netloc or None,
     }
-    store = pafs.S3FileSystem(connect_timeout=5, request_timeout=60, **{name: value for name, value in settings.items() if value})
+    store = pafs.S3FileSystem(
+        connect_timeout=5,
+        request_timeout=60,
+        retry_strategy=pafs.AwsStandardS3RetryStrategy(_TRIES),
+        **{name: value for name, value in settings.items() if value},
+    )
     return pafs.SubTreeFileSystem(uri.split("://", 1)[1], store)
 
 

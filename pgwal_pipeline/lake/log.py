@@ -120,7 +120,7 @@ class RowLog:
         self._counting_rows = None
 
     def _read(self, name: str) -> pa.Table:
-        with filesystem(self._lake.uri).open_input_file(f"{self._folder}/{name}") as file:
+        with lake_errors(f"{self._uri}/{name}"), filesystem(self._lake.uri).open_input_file(f"{self._folder}/{name}") as file:
             found = pq.read_table(file)
         columns = [
             found[field.name] if field.name in found.column_names else pa.nulls(found.num_rows, field.type) for field in self._schema
@@ -159,10 +159,6 @@ class RowLog:
         try:
             commit(self._lake, self._uri, self._table, [*gone, added], marker=Transaction(_MARKER, last))
         except CommitFailedError:
-            # A store whose answer was lost is asked again, and the commit that is there already may be this one.
-            self._look()
-            if name in self._sizes:
-                return True
             file.discard()
             return False
         self._files[name] = rows

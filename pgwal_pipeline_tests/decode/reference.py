@@ -87,7 +87,9 @@ def _numeric(octets: bytes, typmod: int) -> Any:
         return MISFIT
     whole, _, fraction = octets.decode().partition(".")
     unscaled = int(whole.replace("-", "") + fraction.ljust(scale, "0"))
-    if len(fraction) > scale or unscaled >= 10**precision:
+    if len(fraction) > scale:
+        return MISFIT if fraction[scale:].strip("0") else _garbage()  # zeros beyond the scale: as it is, or without them
+    if unscaled >= 10**precision:
         return MISFIT
     negative = unscaled and whole.startswith("-")
     return Decimal(-unscaled if negative else unscaled).scaleb(-scale, Context(prec=60))
@@ -111,6 +113,7 @@ def _moment(octets: bytes, pattern: bytes, make: Callable[..., Any]) -> Any:
 def _array(octets: bytes, element: PgType) -> Any:
     if octets.startswith((b"[", b"{{")):
         _match(rb"(?s)\[.*\]=\{.*\}|\{\{.*\}\}", octets)
+        _match(rb'(?s)(?:[^"\\]|"(?:[^"\\]|\\.)*")*', octets)
         return MISFIT
     if octets[:1] != b"{" or octets[-1:] != b"}" or len(octets) < 2:
         raise GarbageError
@@ -211,7 +214,7 @@ class Reference:
         if lsn >= self.end_lsn:
             self.passed_end = True
             return
-        if lsn <= self._last_lsn:
+        if lsn <= self._last_lsn or at + _EPOCH >= 1 << 63:
             raise BrokenError
         self._transaction, self._last_lsn, self._ordinal = (lsn, at, xid), lsn, 0
 

@@ -14,6 +14,7 @@ from pgwal_pipeline.decode.pgoutput import RelationMessage, parse_relation
 from pgwal_pipeline.errors import DecodeError
 from pgwal_pipeline.relation import Column, PgType, Relation, TableName
 from pgwal_pipeline_tests.decode import wire
+from pgwal_pipeline_tests.decode.damage import damaged
 from pgwal_pipeline_tests.decode.reference import BrokenError, Reference
 from pgwal_pipeline_tests.decode.streams import TEXTS, comparable, streams
 from pgwal_pipeline_tests.decode.wire import UNCHANGED, Wire, array_of, describe_from, numeric, table
@@ -120,43 +121,6 @@ def _sample() -> list[bytes]:
     return sent.messages
 
 
-def _damaged(messages: list[bytes], chance: random.Random) -> list[bytes]:
-    messages = list(messages)
-    for _ in range(chance.choice([1, 1, 1, 2, 5])):
-        index = chance.randrange(len(messages))
-        octets = bytearray(messages[index] or b"?")
-        # The header's clock and positions mean nothing to the decoder, so most of the damage goes behind them.
-        place = chance.randrange(len(octets)) if chance.random() < 0.1 else chance.randrange(min(25, len(octets) - 1), len(octets))
-        match chance.randrange(8):
-            case 0:
-                octets[place] ^= 1 << chance.randrange(8)
-            case 1:
-                octets[place] = chance.randrange(256)
-            case 2:
-                octets[place] = chance.choice(b'tnuKNOIUD{}",\\0129-\0\xff')
-            case 3:
-                del octets[place:]
-            case 4:
-                del octets[place]
-            case 5:
-                octets.insert(place, chance.randrange(256))
-            case 6:
-                other = messages[chance.randrange(len(messages))]
-                octets[place:] = other[chance.randrange(len(other)) :]
-            case 7:
-                octets[place : place + 4] = chance.choice([b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\0\0\0\0", b"\x80\0\0\0"])
-        match chance.randrange(20):
-            case 0:
-                del messages[index]
-            case 1:
-                messages.insert(index, bytes(octets))
-            case _:
-                messages[index] = bytes(octets)
-        if not messages:
-            break
-    return messages
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_damaged_streams_are_refused_or_read_as_the_plain_decoder_reads_them(seed: int) -> None:
     sample = _sample()
@@ -165,7 +129,7 @@ def test_damaged_streams_are_refused_or_read_as_the_plain_decoder_reads_them(see
     assert not refer(sample, describe_anything).garbage
     before = pa.total_allocated_bytes()
     for _ in range(150):
-        messages = _damaged(sample, chance)
+        messages, _, _ = damaged(sample, chance)
         try:
             reference = refer(messages, describe_anything)
         except BrokenError:

@@ -437,6 +437,20 @@ def test_transactions_that_do_not_follow_each_other() -> None:
         decoder.feed(Wire().begin(commit_lsn=0x3_0000_0000).messages)
 
 
+def test_a_time_that_no_column_holds() -> None:
+    latest = (1 << 63) - 1 - 946_684_800_000_000
+    assert (
+        len(
+            changes_of(
+                decode(Wire().begin(committed_at=latest).relation(ITEMS).insert(ITEMS, "1", "a", None).commit().messages), ITEMS
+            ).rows
+        )
+        == 1
+    )
+    with pytest.raises(DecodeError, match="its time of commit is none"):
+        decode(Wire().begin(committed_at=latest + 1).relation(ITEMS).insert(ITEMS, "1", "a", None).commit().messages)
+
+
 def test_a_definition_that_disagrees_with_the_message() -> None:
     with pytest.raises(DecodeError, match="3 columns, the table's definition 2"):
         Decoder(lambda _: ORDERS, 0, END).feed(Wire().begin().relation(ITEMS).messages)

@@ -1,14 +1,11 @@
 """The lake on an object store: the same calls as on a folder, on a server of the tests' own that speaks S3."""
 
-import contextlib
-import socket
-import subprocess
-import sys
-import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import boto3
 import polars as pl
@@ -23,40 +20,32 @@ from pgwal_pipeline.lake.snapshots import SnapshotWriter
 from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.lake.changes import inserts, read, relation
+from pgwal_pipeline_tests.lake.store import UNSET, VARIABLES, Fault, FaultyStore, faulty_store, object_store
 
 _ORDERS = TableName("shop", "Orders")
 
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    # A process of its own: a store in this one could not answer calls that hold the interpreter's lock.
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            assert server.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.kill()
-        server.wait()
+    with object_store() as url:
+        yield url
 
 
 @pytest.fixture
 def lake(store: str, monkeypatch: pytest.MonkeyPatch) -> Lake:
-    for name, value in {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_ENDPOINT_URL": store}.items():
+    for name, value in {**VARIABLES, "AWS_ENDPOINT_URL": store}.items():
         monkeypatch.setenv(name, value)
-    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ALLOW_HTTP", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+    for name in UNSET:
         monkeypatch.delenv(name, raising=False)
-    boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="lakes")
     return Lake("s3://lakes/a/lake")
+
+
+@pytest.fixture
+def faulty(store: str, lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
+    """The same store, reached through one that can fail."""
+    with faulty_store(store, tmp_path) as made:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
+        yield made
 
 
 def test_everything_that_a_folder_takes_an_object_store_takes(lake: Lake) -> None:
@@ -123,3 +112,94 @@ def test_a_place_that_holds_something_else_is_no_lake(lake: Lake) -> None:
     boto3.client("s3", region_name="us-east-1").put_object(Bucket="lakes", Key="other/thesis.odt", Body=b"x")
     with pytest.raises(LakeError, match="something else"):
         Ledger(Lake("s3://lakes/other")).source()
+
+
+def _window(ledger: Ledger, start: int) -> Window:
+    """Write a window of two tables as a drain does, up to its end."""
+    key = window_key(start + 100)
+    with WindowWriter(ledger.lake, 1 << 20, key) as writer:
+        writer.add(inserts("Orders", {"id": [start, start + 1]}, lsn=start))
+        writer.add(inserts("lines", {"id": [start]}, lsn=start))
+        window = Window(key, "pgwal", start, start + 100, "prepared", tables=writer.finish(), at=datetime(2026, 1, 1, tzinfo=UTC))
+    ledger.append_window(window)
+    commit_window(ledger.lake, key, window.tables)
+    ledger.append_window(replace(window, state="complete"))
+    return window
+
+
+def _assert_whole(place: Lake, starts: range) -> None:
+    """Raw and ledger, read afresh, hold each window once."""
+    assert sorted(row["id"] for row in read(place, place.raw(_ORDERS))) == [start + more for start in starts for more in (0, 1)]
+    assert sorted(row["id"] for row in read(place, place.raw(TableName("shop", "lines")))) == list(starts)
+    windows = [window for window in Ledger(place).windows() if window.start_lsn < window.end_lsn]
+    assert [window.state for window in windows] == ["complete"] * len(starts)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "fault"),
+    [("PUT", r"_delta_log/.*json", "lose"), ("PUT", r"parquet", "500"), ("GET|HEAD", ".", "503"), (".*", ".", "reset")],
+)
+def test_a_store_that_fails_now_and_then(lake: Lake, faulty: FaultyStore, method: str, path: str, fault: Fault) -> None:
+    """Requests that fail for a moment are tried again, and one that was done though its answer was lost is not taken for another's."""
+    place = Lake(f"{lake.uri}-{uuid.uuid4().hex}")
+    ledger = Ledger(place)
+    ledger.append_window(Window(window_key(100), "pgwal", 100, 100, "complete"))
+    faulty.fail(method, path, fault, chance=0.3, seed=1)
+    for start in range(100, 400, 100):
+        _window(ledger, start)
+    assert len(faulty.failed()) > 2
+    faulty.heal()
+    _assert_whole(place, range(100, 400, 100))
+
+
+def test_every_commit_whose_answer_is_lost(lake: Lake, faulty: FaultyStore) -> None:
+    place = Lake(f"{lake.uri}-lost")
+    ledger = Ledger(place)
+    ledger.append_window(Window(window_key(100), "pgwal", 100, 100, "complete"))
+    for start in range(100, 400, 100):
+        faulty.fail("PUT", r"/_pgwal/\w+/_delta_log/", "lose", times=1)
+        faulty.fail("PUT", r"/raw/.*/_delta_log/", "lose", times=1)
+        _window(ledger, start)
+        faulty.heal()
+    assert len(faulty.failed()) == 6
+    _assert_whole(place, range(100, 400, 100))
+
+
+def test_a_store_that_fails_for_good_is_named_and_leaves_no_hole(lake: Lake, faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Lake(f"{lake.uri}-broken")
+    ledger = Ledger(place)
+    ledger.append_window(Window(window_key(100), "pgwal", 100, 100, "complete"))
+    _window(ledger, 100)
+    for method, path in (
+        ("PUT", r"/raw/.*parquet"),
+        ("PUT", r"/_pgwal/windows/.*json"),
+        ("PUT", r"/raw/.*/_delta_log/"),
+        ("GET", r"/_pgwal/"),
+    ):
+        faulty.fail(method, path, "500")
+        with pytest.raises(LakeError) as caught:
+            _window(Ledger(place), 200)
+        assert place.uri in str(caught.value)
+        assert "\n" not in str(caught.value)
+        faulty.heal()
+    # What was prepared stands in the ledger; nothing else of it counts, and it is completed as a drain does at its start.
+    for window in Ledger(place).prepared():
+        commit_window(place, window.key, window.tables)
+        Ledger(place).append_window(replace(window, state="complete"))
+    _assert_whole(place, range(100, 300, 100))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("method", "path"), [("PUT", r"_delta_log/"), ("PUT|POST", "parquet"), ("GET|HEAD", "_delta_log"), ("GET", "parquet")]
+)
+def test_a_store_that_does_not_answer(lake: Lake, faulty: FaultyStore, method: str, path: str) -> None:
+    """A request without an answer is given up (half a minute in delta-rs, a minute in Arrow) and made again."""
+    place = Lake(f"{lake.uri}-{uuid.uuid4().hex}")
+    ledger = Ledger(place)
+    ledger.append_window(Window(window_key(100), "pgwal", 100, 100, "complete"))
+    _window(ledger, 100)
+    faulty.fail(method, path, "stall", times=1)
+    _window(Ledger(place), 200)
+    assert len(faulty.failed()) == 1
+    _assert_whole(place, range(100, 300, 100))
