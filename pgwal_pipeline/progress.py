@@ -16,6 +16,7 @@ from typing import Protocol, Self, TextIO
 import rich.progress
 from rich.console import Console
 
+from pgwal_pipeline.amounts import duration, size
 from pgwal_pipeline.printable import printable
 
 _QUIET_SECONDS = 10.0  # between two lines about one stage, where lines stay
@@ -99,17 +100,8 @@ def _amount(done: int, total: int | None, unit: str) -> str:
     """`1.5 GiB of 2.0 GiB of WAL` for bytes, `1,200 of 5,000 rows` for anything else."""
     if unit.split(" ")[0] == "bytes":
         rest = unit.removeprefix("bytes").removeprefix(" of")
-        return f"{_size(done)}{f' of {_size(total)}' if total else ''}{' of' + rest if rest else ''}"
+        return f"{size(done)}{f' of {size(total)}' if total else ''}{' of' + rest if rest else ''}"
     return f"{done:,}{f' of {total:,}' if total else ''} {unit}"
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TB"
 
 
 class _Pace:
@@ -130,15 +122,9 @@ class _Pace:
         if elapsed < 1.0 or came <= 0:
             return ""
         rate = came / elapsed
-        left = f", {_duration((total - done) / rate)} left" if total is not None and total > done else ""
-        speed = _size(round(rate)) if unit.split(" ")[0] == "bytes" else f"{rate:,.0f} {unit.split(' ')[0]}"
+        left = f", {duration((total - done) / rate)} left" if total is not None and total > done else ""
+        speed = size(round(rate)) if unit.split(" ")[0] == "bytes" else f"{rate:,.0f} {unit.split(' ')[0]}"
         return f", {speed}/s{left}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 class _Throttle:

@@ -15,6 +15,7 @@ from pathlib import Path
 from deltalake import Schema
 
 from pgwal_pipeline import failpoints
+from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.errors import SlotBusy, SourceRefused, SourceUnavailable
 from pgwal_pipeline.lake.fitting import first_misfit
 from pgwal_pipeline.lake.ledger import Plan, Read, Window
@@ -240,12 +241,8 @@ def falling_behind(slot: str, pace: Pace, threshold: int) -> str | None:
     if pace.safe is None:
         comes = f"nothing limits what slot {slot} keeps, so that it fills the source's disk (max_slot_wal_keep_size would limit it)"
     else:
-        comes = f"slot {slot} is lost in about {_duration(pace.safe / (source - ours))} at these rates (max_slot_wal_keep_size)"
+        comes = f"slot {slot} is lost in about {duration(pace.safe / (source - ours))} at these rates (max_slot_wal_keep_size)"
     return (
         f"The backlog grows faster than it is drained: the source writes {source / 2**20:.1f} MB of WAL a second, {ours / 2**20:.1f} MB "
         f"are drained, and {comes}. Give the drain more cores and PGWAL_CATCHUP_SLOTS, or write less."
     )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"

@@ -6,9 +6,9 @@ from typing import Any
 
 import psycopg
 
+from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.errors import SlotLost
 from pgwal_pipeline.postgres import slot
-from pgwal_pipeline.postgres.blockers import duration
 from pgwal_pipeline.postgres.slot import SlotState
 from pgwal_pipeline.progress import Progress
 

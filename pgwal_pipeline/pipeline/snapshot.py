@@ -17,6 +17,7 @@ import psycopg
 import pyarrow as pa
 
 from pgwal_pipeline import failpoints
+from pgwal_pipeline.amounts import size
 from pgwal_pipeline.decode.types import copy_schema
 from pgwal_pipeline.errors import BlockedByTransaction, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.lake.layout import Lake
@@ -171,7 +172,7 @@ class _TableRead:
 
     def _read(self, chunks: Collection[Chunk], writer: SnapshotWriter, exported: str | None) -> list[Chunk]:
         """Read chunks side by side; the first failure stops the others."""
-        estimate = copy.estimated_rows(self.conn, self.published.relation)
+        estimate = copy.estimated_size(self.conn, self.published.relation)
         done: list[Chunk] = []
         with ThreadPoolExecutor(self.settings.snapshot_workers, "pgwal-chunk") as pool:
             pending: set[Future[Chunk]] = {pool.submit(self._read_chunk, chunk, writer, exported) for chunk in chunks}
@@ -187,10 +188,10 @@ class _TableRead:
                     future.cancel()
         return done
 
-    def _show(self, estimate: int, *, complete: bool) -> None:
-        rows = sum(self._rows.copy().values())
-        total = rows if complete else max(estimate, rows + 1)
-        self.progress.stage(f"snapshot of {self.state.table}", rows, total, "rows")
+    def _show(self, estimate: tuple[int, int], *, complete: bool) -> None:
+        rows, came = sum(self._rows.copy().values()), sum(self._bytes.copy().values())
+        total = rows if complete else max(estimate[0], rows + 1)
+        self.progress.stage(f"snapshot of {self.state.table}", rows, total, f"rows ({size(came)}; {size(estimate[1])} on disk)")
 
     def _read_chunk(self, chunk: Chunk, writer: SnapshotWriter, exported: str | None) -> Chunk:
         """Read one range, in a transaction of its own; again where the connection broke."""
@@ -224,9 +225,10 @@ class _TableRead:
         return finished
 
     def _counted(self, number: int, rows: TableRows) -> Iterator[pa.Table]:
-        self._rows[number] = 0
+        self._rows[number] = self._bytes[number] = 0
         for piece in rows:
             self._rows[number] += piece.num_rows
+            self._bytes[number] += piece.nbytes
             yield piece
         failpoints.hit("snapshot.between_read_and_write")
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import psycopg
 
+from pgwal_pipeline.amounts import duration
+
 _SHOWN = 3
 _QUERY_LENGTH = 100
 
@@ -40,13 +42,6 @@ def describe(blockers: Sequence[Blocker]) -> str:
         return "an open transaction"
     more = f"; and {len(blockers) - _SHOWN} more" if len(blockers) > _SHOWN else ""
     return "; ".join(map(str, blockers[:_SHOWN])) + more
-
-
-def duration(seconds: float) -> str:
-    """`12 s`, `5 min` or `3.4 h`, for people."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 _SESSION = """SELECT a.pid, NULL::text, a.datname::text, a.usename::text, nullif(a.application_name, ''),

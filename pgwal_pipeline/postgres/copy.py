@@ -26,7 +26,7 @@ __all__ = [
     "ChunkBounds",
     "ChunkRead",
     "TableChanged",
-    "estimated_rows",
+    "estimated_size",
     "exported_snapshot",
     "plan_chunks",
     "read_chunk",
@@ -120,10 +120,18 @@ def exported_snapshot(dsn: str) -> Iterator[str | None]:
         conn.close()
 
 
-def estimated_rows(conn: Connection, relation: Relation) -> int:
-    """About how many rows a table has, as the planner guesses. Raises TableError, TableChanged as `plan_chunks` does."""
+def estimated_size(conn: Connection, relation: Relation) -> tuple[int, int]:
+    """About how many rows a table has, as the planner guesses, and its bytes on disk, its partitions' too.
+
+    Raises TableError, TableChanged as `plan_chunks` does.
+    """
     try:
-        return round(_estimated_rows(conn, _source(conn, relation)))
+        size = conn.execute(
+            """SELECT coalesce(sum(pg_catalog.pg_table_size(relid)), pg_catalog.pg_table_size(%(oid)s::oid::regclass))::int8
+               FROM pg_catalog.pg_partition_tree(%(oid)s::oid::regclass)""",
+            {"oid": relation.oid},
+        ).fetchall()[0][0]
+        return round(_estimated_rows(conn, _source(conn, relation))), size or 0
     except psycopg.Error as error:
         raise _read_error(error, relation, conn) from error
 
@@ -311,7 +319,7 @@ def _estimated_rows(conn: Connection, source: str) -> float:
 def _block_bounds(conn: Connection, relation: Relation, rows_per_chunk: int) -> range:
     """The first blocks of all chunks but the first. A partitioned table's are those of each of its partitions, side by side."""
     try:
-        rows = estimated_rows(conn, relation)
+        rows, _ = estimated_size(conn, relation)
         blocks, recovering = conn.execute(
             """SELECT coalesce(max(pg_catalog.pg_relation_size(c.oid) / current_setting('block_size')::int8), 0)::int8,
                    pg_catalog.pg_is_in_recovery()

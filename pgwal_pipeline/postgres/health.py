@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import psycopg
 
+from pgwal_pipeline.amounts import duration, size
 from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.postgres import blockers, publication
 from pgwal_pipeline.postgres.candidates import candidate_tables
@@ -57,7 +58,7 @@ def slot_health(state: SlotState, rate_bytes_per_s: float) -> SlotHealth:
     seconds = room / rate_bytes_per_s
     return SlotHealth(
         seconds >= LEAST_NOTICE,
-        f"{behind}; unread, it is lost after {size(room)} more of WAL, in {blockers.duration(seconds)} at the present rate",
+        f"{behind}; unread, it is lost after {size(room)} more of WAL, in {duration(seconds)} at the present rate",
         seconds,
     )
 
@@ -316,7 +317,7 @@ def _sender_timeout(source: _Source) -> Check:
 def _kept_wal(source: _Source) -> Check:
     megabytes = source.setting("max_slot_wal_keep_size")
     idle = source.setting("idle_replication_slot_timeout") if source.conn.info.server_version >= 180000 else 0
-    timeout = f"; a slot unread for {blockers.duration(idle)} is given up (idle_replication_slot_timeout)" if idle else ""
+    timeout = f"; a slot unread for {duration(idle)} is given up (idle_replication_slot_timeout)" if idle else ""
     if megabytes < 0:
         return Check(
             "max_slot_wal_keep_size",
@@ -330,7 +331,7 @@ def _kept_wal(source: _Source) -> Check:
 def _transactions(source: _Source) -> Check:
     old = blockers.older_than(source.conn, _OLD_TRANSACTION)
     if not old:
-        return Check("transactions", True, f"none that wrote is open for longer than {blockers.duration(_OLD_TRANSACTION)}")
+        return Check("transactions", True, f"none that wrote is open for longer than {duration(_OLD_TRANSACTION)}")
     found = f"open for long: {blockers.describe(old)}"
     mend = "End them (SELECT pg_terminate_backend(PID), or ROLLBACK PREPARED) unless they are at work: "
     if inspect(source.conn, source.slot) is None:
@@ -353,16 +354,6 @@ _LOOKS: tuple[tuple[str, Callable[[_Source], Check | None]], ...] = (
     ("max_slot_wal_keep_size", _kept_wal),
     ("transactions", _transactions),
 )
-
-
-def size(count: int) -> str:
-    """`512 B`, `1.5 MB`: a number of bytes for people, 1 kB being 1024."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TB"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -9,6 +9,7 @@ import psycopg
 from psycopg import errors
 from psycopg.pq.abc import PGconn, PGresult
 
+from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.errors import BlockedByTransaction, PgwalError, SlotBusy
 from pgwal_pipeline.lsn import parse_lsn
 from pgwal_pipeline.postgres import blockers
@@ -215,7 +216,7 @@ class _Watch:
         now = time.monotonic()
         if now - self._started >= self._timeout:
             raise BlockedByTransaction(
-                f"Slot {self._name} could not be made within {blockers.duration(self._timeout)} (PGWAL_BLOCKED_TIMEOUT), as the source "
+                f"Slot {self._name} could not be made within {duration(self._timeout)} (PGWAL_BLOCKED_TIMEOUT), as the source "
                 f"waits for {self._whom()[0]}. End that (SELECT pg_terminate_backend(PID), or ROLLBACK PREPARED), or raise the setting."
             )
         if now - self._looked >= _LOOK_EVERY:
@@ -260,6 +261,6 @@ def _locked(conn: Connection, slot_name: str, timeout: float) -> SlotBusy:
     name, _, work = slot_name.partition("/")
     held = f"Slot {name} ({work})" if work else f"Slot {name}"
     return SlotBusy(
-        f"{held} is held by another run ({describe_session(row)}), which did not let go within {blockers.duration(timeout)} "
+        f"{held} is held by another run ({describe_session(row)}), which did not let go within {duration(timeout)} "
         f"(PGWAL_BUSY_TIMEOUT): wait for it to end, or end it."
     )

@@ -6,8 +6,9 @@ from typing import Any
 
 import psycopg
 
+from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.errors import BlockedByTransaction, SourceUnavailable
-from pgwal_pipeline.postgres.blockers import Blocker, describe, duration
+from pgwal_pipeline.postgres.blockers import Blocker, describe
 from pgwal_pipeline.postgres.dsn import translate
 
 _WARN_AFTER = 5.0

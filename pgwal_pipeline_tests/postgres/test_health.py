@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
+from pgwal_pipeline import amounts
 from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.postgres import blockers, health, publication, slot
+from pgwal_pipeline.postgres import health, publication, slot
 from pgwal_pipeline.postgres.dsn import connect, replication_connection
 from pgwal_pipeline.postgres.health import Check, doctor_checks, slot_health
 from pgwal_pipeline.postgres.slot import SlotState
@@ -234,7 +235,7 @@ def test_slot_health(changes: dict[str, object], rate: float, ok: bool, seconds:
 
 
 def test_sizes_and_durations_are_for_people() -> None:
-    assert [health.size(count) for count in (0, 1023, 1536, 5 << 20, 3 << 30, 7 << 40)] == [
+    assert [amounts.size(count) for count in (0, 1023, 1536, 5 << 20, 3 << 30, 7 << 40)] == [
         "0 B",
         "1023 B",
         "1.5 kB",
@@ -242,4 +243,4 @@ def test_sizes_and_durations_are_for_people() -> None:
         "3.0 GB",
         "7.0 TB",
     ]
-    assert [blockers.duration(seconds) for seconds in (5, 300, 12240)] == ["5 s", "5 min", "3.4 h"]
+    assert [amounts.duration(seconds) for seconds in (5, 300, 12240)] == ["5 s", "5 min", "3.4 h"]
