@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -104,12 +104,15 @@ def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[Dra
         raise dg.Failure(f"{error}.", allow_retries=False) from None
     ledger = Ledger(Lake(slot.settings.lake))
     done = next((window for window in ledger.windows() if window.key == key and window.state == "complete"), None)
-    if done is not None:
-        context.log.info(f"Window {key} was drained before; nothing is read again.")
-        report = window_report(done)
-        return DrainReport(windows=(report,), tables=dict(report.tables)), None
     frontier = ledger.frontier()
     if frontier is not None and end <= frontier:
+        # A run that died may have left the slot unconfirmed, and the sensor asks for this window for as long as it is.
+        settled = slot.drain(frontier, progress.for_run(context.log))
+        if done is not None:
+            context.log.info(f"Window {key} was drained before; nothing is read again.")
+            report = window_report(done)
+            others = [window for window in settled.windows if window.key != key]
+            return replace(settled, windows=(report, *others), tables={**settled.tables, **report.tables}), None
         raise dg.Failure(
             f"Window {key} cannot be drained: raw holds everything up to {format_lsn(frontier)} already, in other windows. "
             "Run the sync job for a new window instead; the lag sensor does so by itself.",

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 import pytest
 
+from pgwal_pipeline import failpoints
 from pgwal_pipeline.asset_specs import REPORT, AssetNames
-from pgwal_pipeline.components.requests import LOOK
+from pgwal_pipeline.components.requests import LOOK, window_to_drain
 from pgwal_pipeline.known_tables import remembered
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
@@ -279,3 +280,30 @@ def test_each_window_of_a_catch_up_is_a_partition(location: Location, source: So
     assert set(keys) <= set(location.instance.get_dynamic_partitions(WINDOWS))
     (numbers,) = observed(result)
     assert (numbers["pgwal/windows"], numbers["pgwal/changes"]) == (3, 30_000)
+
+
+@pytest.mark.parametrize("point", ["drain.before_confirm", "drain.after_prepared"])
+def test_a_window_whose_slot_was_not_confirmed_is_not_asked_for_for_ever(
+    point: str, location: Location, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that dies between the ledger's record and the confirmation leaves the slot behind; the next one of that window moves it."""
+    bootstrap(location.settings, progress=Silent())
+    source.sql("INSERT INTO orders VALUES (1, 1)")
+    key = location.target()
+
+    def die(name: str) -> None:
+        if name == point:
+            raise RuntimeError("killed")
+
+    monkeypatch.setattr(failpoints, "hit", die)
+    location.run("drain", key, fails=True)
+    monkeypatch.setattr(failpoints, "hit", lambda name: None)
+    source.sql("INSERT INTO orders VALUES (2, 2)")
+    reading = lag(location.settings)
+    assert window_to_drain(reading, key) == key
+    assert observed(location.run("drain", key))[0][REPORT]["changes"] == 1
+    following = window_to_drain(lag(location.settings), key)
+    assert following is not None
+    assert following > key
+    location.run("drain", following)
+    assert Ledger(Lake(location.settings.lake)).frontier() == parse_window_key(following)
