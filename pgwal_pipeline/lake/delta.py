@@ -26,6 +26,7 @@ _PASSING = re.compile(
     r"|AWS Error (INTERNAL_FAILURE|SLOW_DOWN|SERVICE_UNAVAILABLE|NETWORK_CONNECTION|REQUEST_TIMEOUT|THROTTLING)|status code 50[0234]"
     r"|50[0234] (Internal|Bad Gateway|Service|Gateway)"
 )
+_UNANSWERED = re.compile(r"error sending request|operation timed out")
 _FULL = re.compile(r"No space left on device|[Qq]uota exceeded|File too large")
 _DAMAGED = re.compile(
     r"Json error|Parquet (magic|input|file)|[Cc]orrupt|No such file|Path does not exist|Object at location|thrift", re.IGNORECASE
@@ -153,7 +154,7 @@ def commit(
             )
         except (DeltaError, OSError) as error:
             lost = isinstance(error, CommitFailedError)
-            if not lost and (attempt == _COMMIT_TRIES or not _PASSING.search(str(error))):
+            if not lost and (attempt == _COMMIT_TRIES or not _UNANSWERED.search(str(error))):
                 raise
             # A store may have done what it gave no answer to, and asked again finds a commit there: perhaps this one.
             table.update_incremental()
