@@ -176,12 +176,11 @@ def test_current_equals_the_source_after_catching_up(source: Source, pipeline: P
     workload = Workload(source, 4)
     pipeline.settings = pipeline.settings.model_copy(update={"catchup_threshold": 512 << 10})
     pipeline.sync()
-    for _ in range(2):
-        workload.run(45)
-        assert len(pipeline.drain().windows) == 3
-        pipeline.sync()
-        assert all(state.state == "ready" for state in pipeline.ledger.tables().values())
-        pipeline.assert_current(*TABLES)
+    workload.run(60)
+    assert len(pipeline.drain().windows) == 3
+    pipeline.sync()
+    assert all(state.state == "ready" for state in pipeline.ledger.tables().values())
+    pipeline.assert_current(*TABLES)
 
 
 def test_random_changes_of_the_tables(source: Source, make_pipeline: MakePipeline, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
