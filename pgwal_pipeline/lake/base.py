@@ -1,6 +1,7 @@
 """A snapshot's rows brought up to date: an event counts unless its transaction was visible to the read of the row's chunk.
 
-A key without a snapshot row takes every event. Of a key's events those that its chunk saw come first, since a row is changed by one
+Where the snapshot has no row of a key, the events that all of its chunks saw came to none: they may be of another table, which had the name
+before. Of a key's events those that its chunk saw come first, since a row is changed by one
 transaction after the other: so the snapshot row is one more step, right behind the last event that it has seen, and the fold does the
 rest. Events before it still serve, as the only place of values that a row took along to another key.
 """
@@ -116,7 +117,10 @@ def rows_of_keys(
     Reading the rows fails with `fold.unsent_marker` if any value is nowhere.
     """
     touched = fold.matching(rows, steps, shape.key)
-    renewed, lacking = fold.rows_alone(fold.net(_placed(source, touched, steps, shape), shape, traits), shape)
+    placed = _placed(source, touched, steps, shape)
+    if source.chunks:
+        placed = placed.unionByName(_absences(source, touched, steps, shape))
+    renewed, lacking = fold.rows_alone(fold.net(placed, shape, traits), shape)
     untouched = fold.matching(rows, steps, shape.key, "left_anti").select(*(F.col(quote(name)) for name in renewed.columns))
     return untouched.unionByName(renewed), lacking
 
@@ -156,6 +160,37 @@ def _placed(source: Source, touched: "DataFrame", steps: "DataFrame", shape: Sha
         )
         .select(*(F.col(quote(name)) for name in steps.columns))
     )
+
+
+def _absences(source: Source, touched: "DataFrame", steps: "DataFrame", shape: Shape) -> "DataFrame":
+    """That there is no row of a key behind the last of its events which all chunks saw, for keys without a snapshot row, as steps.
+
+    What the first of the snapshots saw the others have seen as well.
+    """
+    numbers = range(len(source.chunks))
+    snapshots = [chunk.snapshot for chunk in source.chunks]
+    first = min(numbers, key=lambda number: (snapshots[number].high, -len(snapshots[number].running)))
+    known = F.broadcast(source.chunk_table().where(F.col(_NUMBER) == first).drop(CHUNK, _NUMBER))
+    seen = steps.join(known, how="cross").where(visible())
+    of_key = (F.expr(part).alias(f"_pgwal_k{number}") for number, part in enumerate(key_parts(steps.schema, shape.key)))
+    place = F.max(F.struct(F.col(AT_LSN).alias("lsn"), F.col(AT_ORDINAL).alias("ordinal"))).alias("_pgwal_place")
+    newest = F.max_by(F.struct(*(F.col(quote(name)) for name in (*shape.key, TEXT))), F.struct(AT_LSN, AT_ORDINAL)).alias("_pgwal_newest")
+    found = seen.groupBy(*of_key).agg(place, newest)
+    values = [
+        (F.col(f"_pgwal_newest.{quote(name)}") if name in shape.key else F.lit(None).cast(steps.schema[name].dataType)).alias(name)
+        for name in shape.columns
+    ]
+    absent = found.select(
+        *values,
+        F.lit("A").alias(OP),
+        F.col("_pgwal_place.lsn").alias(COMMIT_LSN),
+        F.lit(None).cast("long").alias(XID),
+        F.col(f"_pgwal_newest.{TEXT}").alias(TEXT),
+        F.lit(None).cast("array<string>").alias(UNCHANGED),
+        F.col("_pgwal_place.lsn").alias(AT_LSN),
+        F.col("_pgwal_place.ordinal").alias(AT_ORDINAL),
+    )
+    return fold.matching(absent, touched, shape.key, "left_anti")
 
 
 def visible() -> "Column":

@@ -4,9 +4,10 @@ Pure DataFrame logic: nothing here starts a job but `heads` and `last_truncate`.
 
 The functions work on *steps*: rows with the source's columns, `_pgwal_op`, `_pgwal_text`, `_pgwal_commit_lsn`, `_pgwal_unchanged`, and
 their place in the order, `_pgwal_at_lsn` and `_pgwal_at_ordinal`. A step is an event of raw, or a whole row known from elsewhere (op `S`:
-of a snapshot, or of `current`), which counts as the birth of its row. A row's *incarnation* under a key begins with its birth (`I`, `S`, or
-a `U` that has a `K` beside it: the row came from another key) and ends with `D` or `K`; incarnations that follow one another by key changes
-are one *life* of the row, and a value that was not sent is to be looked for in the same life only.
+of a snapshot, or of `current`), which counts as the birth of its row, or the absence of one (op `A`: a snapshot had no row of that key).
+A row's *incarnation* under a key begins with its birth (`I`, `S`, or a `U` that has a `K` beside it: the row came from another key) and
+ends with `D`, `K` or `A`; incarnations that follow one another by key changes are one *life* of the row, and a value that was not sent is
+to be looked for in the same life only.
 
 What comes out are *changes*, one for each key: the columns, `_pgwal_commit_lsn`, `_pgwal_text`, `_pgwal_gone` (the key has no row any more)
 and, where values may be unsent, `_pgwal_kept` (columns whose value is the one that the target has under this key) and `_pgwal_lost`
@@ -63,6 +64,9 @@ KEPT = "_pgwal_kept"
 LOST = "_pgwal_lost"
 AT_LSN = "_pgwal_at_lsn"
 AT_ORDINAL = "_pgwal_at_ordinal"
+
+_ENDS = ("D", "K", "A")
+"""The ops after which a key has no row."""
 
 BEFORE_ALL = -1
 """The place of what was there before every event."""
@@ -206,7 +210,7 @@ def _newest_sent(events: "DataFrame", shape: Shape) -> "DataFrame":
         F.max_by(F.struct(OP, COMMIT_LSN, TEXT, *_fixed(shape, movable)), _struct(_place())).alias("_pgwal_last"), *_sent_values(movable)
     )
     last = F.col("_pgwal_last")
-    gone = last[OP].isin("D", "K")
+    gone = last[OP].isin(*_ENDS)
     unsent = F.when(~gone, _unsent_names(movable))
     return folded.select(
         *_values(shape, movable),
@@ -229,7 +233,7 @@ def _followed(events: "DataFrame", shape: Shape) -> "DataFrame":
     last = F.col("_pgwal_last")
     unsent = _unsent_names(movable)
     stayed = last["_pgwal_life"].isNull() & (last["_pgwal_birth_number"] == 0)
-    alive = folded.where(last["_pgwal_is_last"] & ~last[OP].isin("D", "K")).select(
+    alive = folded.where(last["_pgwal_is_last"] & ~last[OP].isin(*_ENDS)).select(
         *_values(shape, movable),
         last[COMMIT_LSN].alias(COMMIT_LSN),
         _merged_text(movable),
@@ -368,7 +372,7 @@ def _key(events: "DataFrame", shape: Shape) -> "list[Column]":
 
 def _place() -> "list[Column]":
     """The total order of a key's steps: a row leaves its old key before it takes the new one; a whole row comes after what it has seen."""
-    return [F.col(AT_LSN), F.col(AT_ORDINAL), F.when(F.col(OP) == "K", 0).when(F.col(OP) == "S", 2).otherwise(1)]
+    return [F.col(AT_LSN), F.col(AT_ORDINAL), F.when(F.col(OP) == "K", 0).when(F.col(OP).isin("S", "A"), 2).otherwise(1)]
 
 
 def _struct(parts: "Sequence[Column]") -> "Column":
@@ -376,7 +380,7 @@ def _struct(parts: "Sequence[Column]") -> "Column":
 
 
 def _ends() -> "Column":
-    return F.col(OP).isin("D", "K")
+    return F.col(OP).isin(*_ENDS)
 
 
 def _fixed(shape: Shape, movable: Sequence[str]) -> "list[Column]":

@@ -168,3 +168,27 @@ def test_altered_while_the_stream_is_read(source: Source, make_pipeline: MakePip
     assert TableName("public", "t_add_default") not in publish.tables
     converge(pipeline)
     pipeline.assert_current(*(f"public.{table}" for table in changes))
+
+
+def test_events_of_what_the_table_was_before_bring_no_row_back(source: Source, pipeline: Pipeline) -> None:
+    """Other transactions are open all the time, so that the events from before are folded together with the rows read afterwards."""
+    source.sql("CREATE TABLE other (id int PRIMARY KEY); CREATE TABLE retyped (id int PRIMARY KEY, v int)")
+    source.sql("CREATE TABLE anew (id int PRIMARY KEY, v int); INSERT INTO retyped SELECT i, i FROM generate_series(1, 5) i")
+    source.sql("INSERT INTO anew SELECT i, i FROM generate_series(1, 5) i")
+    pipeline.sync()
+    first = source.connect(autocommit=False)
+    first.execute("INSERT INTO other VALUES (1)")
+    source.sql("DELETE FROM retyped WHERE id = 3; INSERT INTO retyped VALUES (51, 51)")
+    source.sql("ALTER TABLE retyped ALTER id TYPE numeric(8, 2)")
+    converge(pipeline)
+    pipeline.assert_current("public.retyped")
+    source.sql("INSERT INTO anew VALUES (60, 60); DROP TABLE anew; CREATE TABLE anew (id int PRIMARY KEY, v int)")
+    source.sql("INSERT INTO anew VALUES (1, 100)")
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    second = source.connect(autocommit=False)
+    second.execute("INSERT INTO other VALUES (2)")
+    first.commit()
+    source.sql("INSERT INTO anew VALUES (2, 200)")
+    converge(pipeline)
+    second.commit()
+    pipeline.assert_current("public.retyped", "public.anew")
