@@ -6,7 +6,6 @@ has been read: the tables are reviewed over all windows at once, and the frontie
 """
 
 import os
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,13 +15,13 @@ from deltalake import Schema
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.amounts import duration
-from pgwal_pipeline.errors import SlotBusy, SourceRefused, SourceUnavailable
+from pgwal_pipeline.errors import SourceRefused, SourceUnavailable
 from pgwal_pipeline.lake.fitting import first_misfit
 from pgwal_pipeline.lake.ledger import Plan, Read, Window
 from pgwal_pipeline.lsn import format_lsn, window_key
 from pgwal_pipeline.pipeline.catch_up_process import CatchUpProcess
 from pgwal_pipeline.pipeline.changes import Look
-from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, review, window_of
+from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, open_stream, review, window_of
 from pgwal_pipeline.pipeline.window import read_window
 from pgwal_pipeline.postgres import copies
 from pgwal_pipeline.postgres.copies import Room, SlotCopy
@@ -32,7 +31,6 @@ from pgwal_pipeline.xid import Snapshot
 
 _LEAST_WINDOW = 256 << 10  # bytes of WAL; less is not worth a process
 _LEAST_BUDGET = 1 << 20  # bytes
-_LET_GO = 10.0  # seconds for a walsender that has just ended to let go of the slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +185,7 @@ def _stream(run: Pass, plan: Plan, start_lsn: int) -> ReplicationStream:
             return SlotCopy.make(settings.dsn, settings.slot).stream(settings.publication, start_lsn, server_version=run.server_version)
         except SourceRefused as refusal:
             run.progress.say(f"The slot itself is read from {format_lsn(start_lsn)} on, for it cannot be copied: {refusal}")
-    deadline = time.monotonic() + _LET_GO
-    while True:
-        try:
-            return ReplicationStream.open(settings.dsn, settings.slot, settings.publication, start_lsn, server_version=run.server_version)
-        except SlotBusy:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
+    return open_stream(run, start_lsn)
 
 
 def _fitting(run: Pass, plan: Plan) -> list[Read]:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -11,6 +12,7 @@ import psycopg
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.pgoutput import RelationMessage
+from pgwal_pipeline.errors import SlotBusy
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Window
 from pgwal_pipeline.lake.raw import commit_window
@@ -20,6 +22,7 @@ from pgwal_pipeline.pipeline.changes import Look
 from pgwal_pipeline.pipeline.looks import Streamed, looks, next_xid, review_tables
 from pgwal_pipeline.pipeline.window import WindowRead
 from pgwal_pipeline.postgres import catalog
+from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.relation import Relation, TableName
 from pgwal_pipeline.settings import Settings
@@ -150,6 +153,18 @@ def _complete(lake: Lake, ledger: Ledger, windows: Sequence[Window]) -> None:
         commit_window(lake, window.key, window.tables)
     failpoints.hit("drain.before_complete")
     ledger.append_windows([replace(window, state="complete") for window in windows])
+
+
+def open_stream(run: Pass, start_lsn: int) -> ReplicationStream:
+    """The slot's stream; a walsender that still holds it, though its client has gone, is waited for, for PGWAL_BUSY_TIMEOUT."""
+    settings, deadline = run.settings, time.monotonic() + run.settings.busy_timeout
+    while True:
+        try:
+            return ReplicationStream.open(settings.dsn, settings.slot, settings.publication, start_lsn, server_version=run.server_version)
+        except SlotBusy:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def describe_on(conn: psycopg.Connection[Any]) -> Callable[[RelationMessage], Relation]:

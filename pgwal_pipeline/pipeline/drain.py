@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SlotBusy, SlotLost, SourceUnavailable
+from pgwal_pipeline.errors import SlotLost, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Plan, Read, Window
 from pgwal_pipeline.lsn import format_lsn
@@ -20,7 +20,7 @@ from pgwal_pipeline.pipeline import catch_up
 from pgwal_pipeline.pipeline.bootstrap import Attached, attach
 from pgwal_pipeline.pipeline.catch_up import Pace, falling_behind
 from pgwal_pipeline.pipeline.changes import Look
-from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, recover, review, window_of
+from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, open_stream, recover, review, window_of
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
 from pgwal_pipeline.pipeline.window import StreamBroke, read_window
 from pgwal_pipeline.postgres import catalog, slot, slot_state
@@ -190,7 +190,7 @@ def _windows(run: Pass, attached: Attached, frontier: int, end: int, ended: str)
         plan = None
     if end > frontier or confirmed < frontier:
         started = time.perf_counter()
-        with _open(run, frontier) as stream:
+        with open_stream(run, frontier) as stream:
             window = _drain_window(run, before, ended, stream, frontier, end) if end > frontier else None
             failpoints.hit("drain.before_confirm")
             stream.confirm(max(end, frontier))
@@ -199,18 +199,6 @@ def _windows(run: Pass, attached: Attached, frontier: int, end: int, ended: str)
         if window is not None:
             report = _report(window, time.perf_counter() - started)
             yield report, report.seconds
-
-
-def _open(run: Pass, frontier: int) -> ReplicationStream:
-    """The slot's stream; one that a walsender still holds whose client has gone is waited for, for PGWAL_BUSY_TIMEOUT."""
-    settings, deadline = run.settings, time.monotonic() + run.settings.busy_timeout
-    while True:
-        try:
-            return ReplicationStream.open(settings.dsn, settings.slot, settings.publication, frontier, server_version=run.server_version)
-        except SlotBusy:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
 
 
 def _drain_window(run: Pass, before: Mapping[TableName, Look], ended: str, stream: ReplicationStream, start: int, end: int) -> Window:
