@@ -106,7 +106,7 @@ def test_terminated_again_and_again(
     report = drained(pipeline)
     assert times == 5
     assert len(report.windows) >= 2
-    assert len(report.warnings) >= 2
+    assert report.warnings
     assert all("goes on from there" in warning for warning in report.warnings)
     assert assert_raw_is_whole(source, pipeline.settings.lake) == report.changes
 
