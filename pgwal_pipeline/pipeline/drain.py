@@ -79,11 +79,12 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
 class _Course:
     """A drain over as many connections as it takes: its end, what it has done, and how long it goes on without getting any further.
 
-    `ended` is what `pg_current_snapshot()` said when the end was chosen.
+    `ended` is what `pg_current_snapshot()` said when the end was chosen, `began` the lake's frontier then.
     """
 
     end: int | None
     ended: str | None = None
+    began: int = 0
     lag_before: int = 0
     reports: dict[str, WindowReport] = field(default_factory=dict)
     seconds: Counter[str] = field(default_factory=Counter)
@@ -98,6 +99,7 @@ class _Course:
             self.end = flushed if self.end is None else self.end
             self.ended = catalog.running_transactions(conn)
             self.lag_before = slot.lag(conn, name)
+            self.began = frontier
         if frontier > self._frontier:
             self._frontier, self._failures = frontier, 0
         assert self.end is not None
@@ -138,9 +140,10 @@ def _drain(settings: Settings, course: _Course, noted: Noted) -> DrainReport:
         end, ended = course.choose(conn, frontier, settings.slot)
         for report, spent in _windows(run, attached, frontier, end, ended):
             course.add(report, spent)
-        for window in ledger.windows(min((report.start_lsn for report in course.reports.values()), default=end)):
+        for window in ledger.windows(course.began):
             # One that was counted, but whose connection broke before its slot was confirmed.
-            course.add(window_report(window), window.seconds)
+            if window.start_lsn < window.end_lsn:
+                course.add(window_report(window), window.seconds)
         state = slot_state.existing(conn, settings.slot)
         pace = Pace(
             drained=max([frontier, *(report.end_lsn for report in course.reports.values())]) - frontier,
