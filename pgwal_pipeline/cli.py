@@ -238,7 +238,7 @@ def status(as_json: bool) -> None:
         yield f"frontier  {answer['frontier'] or 'none yet'}"
         publish = answer["publish"]
         yield "published " + ("nothing yet" if publish is None else f"{publish['lsn']} at {publish['published_at']}")
-        for window in answer["windows"]:
+        for window in answer.get("windows", ()):
             done = "" if window["done_bytes"] is None else f", {window['done_bytes']:,} bytes read"
             yield f"window    {window['key']} {window['state']}{done}"
         for name, table in answer["tables"].items():

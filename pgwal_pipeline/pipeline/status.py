@@ -54,7 +54,10 @@ def publish_due(ledger: Ledger) -> bool:
 
 
 def status(settings: Settings) -> dict[str, Any]:
-    """The object that `pgwal status --json` prints; `slot` is None while the source is down or has none."""
+    """The object that `pgwal status --json` prints; `slot` is None while the source is down or has none.
+
+    `windows` are there only while a backlog is being caught up.
+    """
     lake = Lake(settings.lake)
     ledger = Ledger(lake)
     frontier = ledger.frontier()
@@ -64,7 +67,7 @@ def status(settings: Settings) -> dict[str, Any]:
         "slot": _slot(settings),
         "frontier": None if frontier is None else format_lsn(frontier),
         "publish": None if publish is None else publish_report(publish).to_json(),
-        "windows": _under_way(settings, ledger),
+        **({"windows": under_way} if (under_way := _under_way(settings, ledger)) else {}),
         "tables": {
             str(table): {
                 "state": _shown(state),

@@ -372,7 +372,7 @@ def test_windows_under_way_are_shown(source: Source, make_pipeline: MakePipeline
     source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
     pipeline = catching_up(make_pipeline)
     fill(source)
-    assert status.status(pipeline.settings)["windows"] == []
+    assert "windows" not in status.status(pipeline.settings)
     at_end = tmp_path / "copied"
     environment = {
         "PGWAL_CATCHUP_THRESHOLD": "512kB",
@@ -388,7 +388,7 @@ def test_windows_under_way_are_shown(source: Source, make_pipeline: MakePipeline
         assert first["done_bytes"] == parse_lsn(first["end_lsn"]) - parse_lsn(first["start_lsn"])
         at_end.unlink()
         assert drain.wait(60) == 0
-    assert status.status(pipeline.settings)["windows"] == []
+    assert "windows" not in status.status(pipeline.settings)
 
 
 def test_a_window_that_cannot_be_read_stops_the_drain_and_keeps_the_others(
@@ -547,5 +547,5 @@ def test_falling_behind() -> None:
     assert falling_behind("s", Pace(50 * mega, 100 * mega, 10, mega - 1, None), mega) is None
     text = falling_behind("s", Pace(50 * mega, 100 * mega, 10, 500 * mega, 3000 * mega), mega) or ""
     assert "writes 10.0 MB of WAL a second, 5.0 MB are drained" in text
-    assert "slot s is lost in about 10 minutes" in text
+    assert "slot s is lost in about 10 min at these rates" in text
     assert "max_slot_wal_keep_size" in (falling_behind("s", Pace(0, mega, 1, mega, None), mega) or "")

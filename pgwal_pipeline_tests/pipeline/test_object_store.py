@@ -175,7 +175,7 @@ def child(pipeline: Pipeline, place: Place, stage: str, **environment: str) -> s
         pytest.param("drain", "raw.between_tables", marks=pytest.mark.soak),
         pytest.param("drain", "drain.before_confirm", marks=pytest.mark.soak),
         pytest.param("publish", "publish.in_merge", marks=pytest.mark.soak),
-        ("publish", "publish.in_merge=kill@2"),
+        pytest.param("publish", "publish.in_merge=kill@2", marks=pytest.mark.soak),
         pytest.param("publish", "publish.before_record", marks=pytest.mark.soak),
     ],
 )
@@ -233,6 +233,7 @@ def test_a_second_publish_waits_for_the_first(pipeline: Pipeline, place: Place, 
     assert_current(pipeline)
 
 
+@pytest.mark.soak
 def test_a_store_that_fails_now_and_then(pipeline: Pipeline, place: Place) -> None:
     pipeline.sync()
     place.store.fail("PUT|POST", ".", "500", chance=0.1, seed=3)
@@ -254,7 +255,7 @@ def test_a_store_that_fails_now_and_then(pipeline: Pipeline, place: Place) -> No
         pytest.param(r"/raw/.*parquet", marks=pytest.mark.soak),
         pytest.param(r"/_pgwal/windows/", marks=pytest.mark.soak),
         pytest.param(r"/current/public/a/.*parquet", marks=pytest.mark.soak),
-        r"/current/public/a/_delta_log/",
+        pytest.param(r"/current/public/a/_delta_log/", marks=pytest.mark.soak),
     ],
 )
 def test_a_store_that_fails_for_good_at(path: str, pipeline: Pipeline, place: Place) -> None:

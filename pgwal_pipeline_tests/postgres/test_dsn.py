@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 
 import psycopg
 import pytest
+from psycopg.pq.abc import PGconn
 
 from pgwal_pipeline.errors import PgwalError, SettingError, SlotBusy, SourceRefused, SourceUnavailable
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.postgres import dsn
-from pgwal_pipeline_tests.support import Source
+from pgwal_pipeline_tests.support import Source, wait_for
 
 SECRET = "hunter2-S3cret"
 
@@ -124,11 +125,19 @@ def test_may_not_replicate(guarded: Postgres) -> None:
     error = _refusal(guarded.dsn(user="alice", password=SECRET), dsn.replication_connection)
     assert isinstance(error, SourceRefused)
     assert "ALTER ROLE alice REPLICATION" in str(error)
-    first = dsn.replication_connection(guarded.dsn())
+    first = wait_for(lambda: _walsender(guarded), what="the one walsender to be free")
     error = _refusal(guarded.dsn(), dsn.replication_connection)
     assert isinstance(error, SourceRefused)
     assert "max_wal_senders" in str(error)
     first.finish()
+
+
+def _walsender(server: Postgres) -> PGconn | None:
+    """A connection to the walsender, None while the one of a moment ago has not ended."""
+    try:
+        return dsn.replication_connection(server.dsn())
+    except SourceRefused:
+        return None
 
 
 def test_too_many_connections(guarded: Postgres) -> None:
