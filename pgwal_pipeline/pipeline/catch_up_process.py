@@ -40,7 +40,10 @@ class CatchUpProcess:
         given = settings.model_copy(update={"memory_budget": memory_budget}).to_environment()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name == _KEPT}
         command = [sys.executable, "-m", _PROGRAM, *map(str, limits), str(server_version)]
-        self._process = subprocess.Popen(command, env=inherited | given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # In a group of its own a terminal's Ctrl-C does not reach it: this process decides when it ends.
+        self._process = subprocess.Popen(
+            command, env=inherited | given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+        )
         self._reader = threading.Thread(target=self._follow, name=f"pgwal-{stage}", daemon=True)
         self._reader.start()
 

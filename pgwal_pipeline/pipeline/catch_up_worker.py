@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from types import FrameType
 from typing import Any, TextIO
 
@@ -62,24 +62,35 @@ class _Teller:
 
 def main() -> None:
     """Read the window that the arguments name, and end with 0 once the ledger has it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
-    signal.signal(signal.SIGTERM, _stop)
     # Nothing but what is told may stand on standard output, whatever a library prints.
     teller = _Teller(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)
+    # Until the handler is set nothing has been written, and the signal may end the process by itself.
     threading.Thread(target=_end_with_the_other, daemon=True).start()
+    try:
+        signal.signal(signal.SIGTERM, _stop)
+        code = _work(teller)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    except _Stopped:
+        code = 1
+    sys.exit(code)
+
+
+def _work(teller: _Teller) -> int:
     start, end, version = map(int, sys.argv[1:4])
     try:
         _read(Settings.from_environment(), start, end, version, teller)
         teller.tell(done=True)
-    except (_Stopped, BrokenPipeError):
-        sys.exit(1)
+    except BrokenPipeError:
+        return 1
     except Exception as error:  # noqa: BLE001 - the other raises it
         text = str(error) if isinstance(error, PgwalError) else f"Unexpected {type(error).__name__}: {error}"
         # Of what is raised the other knows only the kinds that all know.
         kind = next((kind.__name__ for kind in type(error).__mro__ if kind.__module__ == PgwalError.__module__), PgwalError.__name__)
-        teller.tell(error=[kind, text])
-        sys.exit(1)
+        with suppress(BrokenPipeError):
+            teller.tell(error=[kind, text])
+        return 1
+    return 0
 
 
 def _read(settings: Settings, start: int, end: int, version: int, teller: _Teller) -> None:
@@ -105,6 +116,7 @@ def _read(settings: Settings, start: int, end: int, version: int, teller: _Telle
 
 
 def _stop(_: int, __: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough; a second would break off the cleaning up
     raise _Stopped
 
 

@@ -1,7 +1,10 @@
 """The catch-up: a backlog read in windows side by side holds just what one reader would have found, whatever is killed on the way."""
 
+import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -322,6 +325,17 @@ def test_an_interrupted_catch_up_leaves_no_process_and_no_slot(source: Source, m
     other.drain(pipeline.ledger.frontier())
     assert_same_raw(pipeline, other, "public.t")
     assert_settled(pipeline)
+
+
+def test_a_process_that_nobody_waits_for_ends_without_a_word(source: Source, make_pipeline: MakePipeline) -> None:
+    """Its standard input has ended before it begins, as when the drain was interrupted just then."""
+    settings = make_pipeline().settings
+    command = [sys.executable, "-m", "pgwal_pipeline.pipeline.catch_up_worker", "1", "2", "180000"]
+    ended = subprocess.run(
+        command, env=os.environ | settings.to_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode != 0
+    assert (ended.stdout, ended.stderr) == ("", "")
 
 
 def test_finished_windows_are_adopted_and_the_others_read_again(
