@@ -133,6 +133,11 @@ class Settings(BaseModel):
             "PGWAL_SOURCE_DSN is not set; it takes the source's libpq string or URI, such as postgresql://user@host/database."
         )
 
+    @property
+    def catch_up_asked_for(self) -> bool:
+        """Whether a setting of the catch-up was given, and not all were left at their defaults."""
+        return not self.model_fields_set.isdisjoint({"catchup_threshold", "catchup_slots"})
+
     def to_environment(self) -> dict[str, str]:
         """The `PGWAL_*` variables from which `from_environment` makes the same settings in another process; the DSN is among them."""
         values = self.model_dump(exclude_none=True) | (

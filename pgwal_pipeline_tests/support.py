@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgwal_pipeline.local.postgres import Installation, Postgres
+from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, read_chunk
+from pgwal_pipeline.relation import Relation
 
 # Fast rather than safe: a test's data need not live through a power cut. Commits still wait for their flush: only flushed WAL is decoded.
 TEST_SETTINGS: Mapping[str, str] = {
@@ -175,3 +178,15 @@ def _drop_slot(admin: psycopg.Connection[Any], slot: str) -> bool:
     except psycopg.errors.ObjectInUse:
         return False
     return True
+
+
+def copy_messages(dsn: str, relation: Relation, bounds: ChunkBounds, **options: Any) -> tuple[ChunkRead, list[bytes]]:
+    """What `read_chunk` says of its read, and the messages that came."""
+    messages: list[bytes] = []
+
+    def cut(rows: bytearray, lengths: list[int]) -> None:
+        ends = [*accumulate(lengths)]
+        assert ends[-1] == len(rows)
+        messages.extend(bytes(rows[end - length : end]) for end, length in zip(ends, lengths, strict=True))
+
+    return read_chunk(dsn, relation, bounds, cut, **options), messages

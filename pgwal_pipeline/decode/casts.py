@@ -49,6 +49,8 @@ def cast_to(texts: pa.StringArray, target: Target) -> Cast:
     """`cast_text` for a type that has been looked up. The texts need not be valid UTF-8: in a string column such are misfits."""
     if texts.null_count == len(texts):
         return Cast(pa.nulls(len(texts), target.arrow))
+    if target.binary is not None:
+        return Cast(texts.view(target.arrow))
     if target.element is not None:
         return _lists(texts, target, target.element)
     return _CASTS[target.arrow.id](Ragged.of(texts), target.arrow)

@@ -2,17 +2,18 @@
 one large one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 
-from pgwal_pipeline.decode.casts import cast_to, kept
+from pgwal_pipeline.decode import binary
+from pgwal_pipeline.decode.casts import Cast, cast_to, kept
 from pgwal_pipeline.decode.ragged import UnreadableError, offsets_of
 from pgwal_pipeline.decode.tuples import SENT, UNCHANGED, Fields
 from pgwal_pipeline.decode.types import TEXT_TYPE, UNCHANGED_TYPE, Target
-from pgwal_pipeline.decode.vectors import Ints
+from pgwal_pipeline.decode.vectors import Ints, Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,8 @@ def decode_columns(fields: Fields, blocks: Sequence[Block]) -> list[Columns]:
     for target, group in cells.items():
         wanted = fields.resolve(_concatenate([blocks[number].first + column for number, column in group]))
         kinds = fields.kinds[wanted]
-        texts = fields.texts(wanted, kinds != SENT)
         try:
-            cast = cast_to(texts, target)
+            cast, texts_of = _read(fields, wanted, kinds != SENT, target)
         except UnreadableError as error:
             raise _locate(blocks, group, error) from None
         begin = 0
@@ -82,7 +82,7 @@ def decode_columns(fields: Fields, blocks: Sequence[Block]) -> list[Columns]:
             done[number].values[column] = cast.values if len(group) == 1 else cast.values.slice(begin, end - begin)
             if cast.misfits is not None:
                 rows = np.flatnonzero(cast.misfits[begin:end])
-                misfits[number].add(column, rows, kept(texts.take(pa.array(rows + begin))))
+                misfits[number].add(column, rows, texts_of(rows + begin))
             if some_unchanged:
                 unchanged[number].add(column, np.flatnonzero(kinds[begin:end] == UNCHANGED))
             begin = end
@@ -90,6 +90,16 @@ def decode_columns(fields: Fields, blocks: Sequence[Block]) -> list[Columns]:
         done[number].unchanged = _unchanged(block, unchanged[number])
         done[number].text = _text(block, misfits[number])
     return done
+
+
+def _read(fields: Fields, wanted: Ints, missing: Mask, target: Target) -> tuple[Cast, Callable[[Ints], pa.StringArray]]:
+    """The values of these fields, and what gives the texts of some of them. Raises UnreadableError."""
+    size = None if target.binary is None else binary.SIZES.get(target.binary)
+    if target.binary is None or size is None:
+        texts = fields.texts(wanted, missing)
+        return cast_to(texts, target), lambda rows: kept(texts.take(pa.array(rows)))
+    numbers = fields.numbers(wanted, missing, size)
+    return Cast(*binary.read(numbers, missing, target.arrow, target.binary)), lambda rows: binary.written(numbers[rows], target.arrow)
 
 
 def _concatenate(vectors: list[Ints]) -> Ints:

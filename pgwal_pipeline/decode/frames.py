@@ -87,16 +87,26 @@ def join(parts: Sequence[bytes | memoryview]) -> Iterator[Frames]:
         first, before = last, int(through[last - 1])
 
 
-def lay(parts: Sequence[bytes | memoryview]) -> Frames:
-    """Lay `parts` end to end in one buffer."""
-    return _laid(parts, np.fromiter(map(len, parts), np.int64, len(parts)))
+def lay(octets: bytearray, lengths: Sequence[int]) -> Frames:
+    """What lies end to end in `octets`, which is kept, as strings of these lengths."""
+    octets += _PADDING
+    return _framed(octets, np.array(lengths, np.int64))
 
 
 def _laid(parts: Sequence[bytes | memoryview], lengths: Ints) -> Frames:
-    joined = b"".join([*parts, _PADDING])
+    return _framed(b"".join([*parts, _PADDING]), lengths)
+
+
+def _framed(joined: bytes | bytearray, lengths: Ints) -> Frames:
     if len(joined) >= 1 << 31:
         raise DecodeError("A single row of more than 2 GiB cannot be decoded; leave its table out of the publication.")
-    # Overlapping and unaligned on purpose: one gather reads a kind byte together with the length behind it.
-    words = np.ndarray((len(joined) - 7,), np.int64, joined, strides=(1,))
     ends = np.cumsum(lengths)
-    return Frames(pa.py_buffer(joined), np.frombuffer(joined, np.uint8), words, ends - lengths, ends)
+    return Frames(pa.py_buffer(joined), np.frombuffer(joined, np.uint8), words(joined), ends - lengths, ends)
+
+
+def words(octets: bytes | bytearray | pa.Buffer) -> Ints:
+    """The 8 bytes from each position on, in the machine's order.
+
+    Overlapping and unaligned on purpose: one gather reads a kind byte together with the length behind it.
+    """
+    return np.ndarray((len(octets) - 7,), np.int64, octets, strides=(1,))

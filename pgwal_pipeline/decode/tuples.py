@@ -4,15 +4,17 @@ All fields of all tuples form one table in the order of the stream; a field is n
 other, so that column k of a tuple whose first field is f is the field f + k.
 """
 
+import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 
-from pgwal_pipeline.decode.frames import Frames
+from pgwal_pipeline.decode.frames import Frames, words
 from pgwal_pipeline.decode.ragged import UnreadableError, pick
 from pgwal_pipeline.decode.vectors import Bytes, Ints, Mask
 
+_SHOWN = 24  # bytes of a field that an error shows
 SENT, NULL, UNCHANGED = ord("t"), ord("n"), ord("u")
 
 
@@ -46,6 +48,23 @@ class Fields:
     def texts(self, fields: Ints, missing: Mask) -> pa.StringArray:
         """The texts of these fields, unchecked bytes; null where `missing` says so."""
         return pick(self.bounds, self.buffer, pa.array(fields * 2, mask=missing if missing.any() else None))
+
+    def numbers(self, fields: Ints, missing: Mask, size: int) -> Ints:
+        """These fields' bytes as big-endian signed numbers of `size` bytes; no meaning where `missing` says so.
+
+        Raises UnreadableError for a field that has another size.
+        """
+        begins = self.bounds[fields, 0].astype(np.int64)
+        wrong = (self.bounds[fields, 1] - begins != size) & ~missing
+        if wrong.any():
+            index = int(wrong.argmax())
+            octets = self.buffer[begins[index] : self.bounds[fields[index], 1]].to_pybytes()
+            raise UnreadableError(index, f"{octets[:_SHOWN]!r} has {len(octets)} bytes and not {size}")
+        numbers = words(self.buffer)[begins]
+        if sys.byteorder == "little":
+            numbers.byteswap(inplace=True)
+        numbers >>= 64 - 8 * size
+        return numbers
 
 
 def walk(frames: Frames, fields: Fields, first: Ints, at: Ints, ends: Ints, widths: Ints) -> Ints:

@@ -38,11 +38,15 @@ _PLAIN = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """How a type's text is read; types that read alike share one. `element` is an array's, `delimiter` stands between its elements."""
+    """How a type's values are read; types that read alike share one. `element` is an array's, `delimiter` stands between its elements.
+
+    Values are texts; where `binary` is a type's OID they come in its binary form.
+    """
 
     arrow: pa.DataType
     element: "Target | None" = None
     delimiter: str = ","
+    binary: int | None = None
 
 
 _shared_target = lru_cache(maxsize=None)(Target)
@@ -57,6 +61,12 @@ def target_of(declared: PgType) -> Target:
         return _shared_target(pa.list_(element.arrow), element, delimiter)
     arrow = _numeric(declared.typmod) if declared.oid == _NUMERIC else _PLAIN.get(declared.oid, pa.string())
     return _shared_target(arrow)
+
+
+@lru_cache(maxsize=4096)
+def binary_target_of(declared: PgType) -> Target:
+    """How the binary form of values of this type is read."""
+    return _shared_target(arrow_type(declared), binary=declared.oid)
 
 
 def _numeric(typmod: int) -> pa.DataType:

@@ -62,6 +62,7 @@ _INTERPRETED = {
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.sql.adaptive.enabled": "false",
+    "spark.databricks.delta.merge.deletionVectors.persistent": "false",
 }
 _VIEW = "pgwal_changes"
 _MERGE_CONF = {
@@ -288,10 +289,15 @@ def _replace(session: "SparkSession", request: ReplaceRequest, fence: Mapping[st
         known = None if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
         types = base.column_types(shape, snapshot, raw) if known is None else known
         events = fold.in_windows(raw if raw is not None else base.no_events(session, types), request.from_lsn, request.to_lsn)
+        few = request.rows <= _FEW_ROWS
+        if few:
+            events = events.localCheckpoint()
         truncate = fold.last_truncate(events) if request.traits.truncated else None
         steps = fold.steps(events, shape, types, after=truncate)
         source = base.Source(session, request.generation, request.chunks, request.snapshot_lsn)
         rows = base.snapshot_rows(source, snapshot, shape, types, truncate)
+        if few:
+            rows = rows.localCheckpoint()
         if shape.key:
             whole, lacking = base.rows_of_keys(source, rows, steps, shape, request.traits)
         else:

@@ -25,12 +25,14 @@ from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, ope
 from pgwal_pipeline.pipeline.window import read_window
 from pgwal_pipeline.postgres import copies
 from pgwal_pipeline.postgres.copies import Room, SlotCopy
+from pgwal_pipeline.postgres.dsn import on_this_machine
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.xid import Snapshot
 
 _LEAST_WINDOW = 256 << 10  # bytes of WAL; less is not worth a process
 _LEAST_BUDGET = 1 << 20  # bytes
+_CORES_FOR_BOTH = 4  # with fewer that source and readers share, two windows took longer than one (`python -m bench catch_up`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,11 @@ def plan(run: Pass, start_lsn: int, end_lsn: int, ended: str) -> Plan | None:
     settings, lag = run.settings, end_lsn - start_lsn
     if settings.catchup_slots == 0 or lag < settings.catchup_threshold:
         return None
-    cut = windows_for(lag, settings.catchup_threshold, settings.catchup_slots, copies.room(run.conn), cores())
+    free = cores()
+    if free < _CORES_FOR_BOTH and not settings.catch_up_asked_for and on_this_machine(run.conn):
+        cut = Cut(1, f"the source runs on this machine too, and one reader keeps {free} cores busy; PGWAL_CATCHUP_SLOTS=2 asks for more")
+    else:
+        cut = windows_for(lag, settings.catchup_threshold, settings.catchup_slots, copies.room(run.conn), free)
     if cut.windows == 1:
         if cut.reason is not None:
             run.warn(f"The backlog of {lag:,} bytes is drained by one reader alone: {cut.reason}.")

@@ -2,16 +2,16 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from pgwal_pipeline.decode import binary
 from pgwal_pipeline.decode.batch import decode_copy
 from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, read_chunk
 from pgwal_pipeline.relation import Relation
 
-_PIECE_BYTES = 8 << 20  # of COPY's output, decoded at once
 _AHEAD = 2  # pieces that may wait for the writer
 
 
@@ -48,28 +48,21 @@ class TableRows:
             reader.join()
 
     def _run(self) -> None:
-        blocks: list[bytes] = []
-
-        def on_block(block: bytes) -> None:
-            blocks.append(block)
-            if sum(map(len, blocks)) >= _PIECE_BYTES:
-                self._put(decode_copy(blocks, self.relation))
-                blocks.clear()
-
         try:
-            self.read = self._copy(on_block)
-            if blocks:
-                self._put(decode_copy(blocks, self.relation))
+            self.read = read_chunk(
+                self.dsn,
+                self.relation,
+                self.bounds,
+                lambda rows, lengths: self._put(decode_copy(rows, lengths, self.relation, binary.TYPES)),
+                binary=binary.TYPES,
+                row_filter=self.row_filter,
+                exported_snapshot=self.exported_snapshot,
+            )
             self._put(None)
         except _Abandoned:
             pass
         except BaseException as error:  # noqa: BLE001 - carried to the iterating thread, which raises it
             self._put(error)
-
-    def _copy(self, on_block: Callable[[bytes], None]) -> ChunkRead:
-        return read_chunk(
-            self.dsn, self.relation, self.bounds, on_block, row_filter=self.row_filter, exported_snapshot=self.exported_snapshot
-        )
 
     def _put(self, piece: "pa.Table | BaseException | None") -> None:
         while True:

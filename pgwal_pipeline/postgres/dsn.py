@@ -6,6 +6,7 @@ the same text for one value, whatever the server, the database or the role have 
 
 import os
 import re
+import socket
 from typing import Any
 
 import psycopg
@@ -81,6 +82,12 @@ def connect(dsn: str, *, application: str = "pgwal", autocommit: bool = True, **
             raise translate(error) from error
         raise
     return connection
+
+
+def on_this_machine(conn: psycopg.Connection[Any]) -> bool:
+    """Whether the server runs on the machine that this process runs on: both ends of the connection have one address, or it has none."""
+    with socket.socket(fileno=os.dup(conn.fileno())) as ours:
+        return ours.family == socket.AF_UNIX or ours.getpeername()[0] == ours.getsockname()[0]
 
 
 def replication_connection(dsn: str, *, application: str = "pgwal", **overrides: Any) -> PGconn:

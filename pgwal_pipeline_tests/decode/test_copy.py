@@ -1,17 +1,18 @@
+import math
 import random
 import struct
+from datetime import UTC, date, datetime
 from decimal import Decimal
-from itertools import pairwise
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from pgwal_pipeline.decode import copy
-from pgwal_pipeline.decode.batch import decode_copy
+from pgwal_pipeline.decode import binary
 from pgwal_pipeline.decode.types import copy_schema
 from pgwal_pipeline.errors import DecodeError
 from pgwal_pipeline_tests.decode import wire
-from pgwal_pipeline_tests.decode.wire import array_of, copied, numeric, table
+from pgwal_pipeline_tests.decode.wire import array_of, copied, decoded_copy, numeric, table
 
 ITEMS = table("items", {"id": wire.INT4, "name": wire.TEXT, "price": numeric(8, 2), "tags": array_of(wire.TEXT), "day": wire.DATE})
 ROWS = [
@@ -23,7 +24,7 @@ ROWS = [
 
 
 def test_rows() -> None:
-    read = decode_copy(copied(ROWS), ITEMS)
+    read = decoded_copy(copied(ROWS), ITEMS)
     read.validate(full=True)
     assert read.schema == copy_schema(ITEMS)
     assert read["id"].to_pylist() == [1, 2, 3, -4]
@@ -34,92 +35,69 @@ def test_rows() -> None:
     assert read["_pgwal_text"].to_pylist() == [None, None, [("price", "NaN"), ("day", "infinity")], [("day", "0044-03-15 BC")]]
 
 
-def test_blocks_cut_anywhere() -> None:
-    whole = b"".join(copied(ROWS))
-    expected = decode_copy(copied(ROWS), ITEMS)
-    assert decode_copy([whole], ITEMS).equals(expected)
-    assert decode_copy([memoryview(whole[place : place + 1]) for place in range(len(whole))], ITEMS).equals(expected)
-    chance = random.Random(3)
-    for _ in range(30):
-        bounds = [0, *sorted(chance.sample(range(len(whole)), 6)), len(whole)]
-        blocks = [whole[begin:end] for begin, end in pairwise(bounds)]
-        assert decode_copy(blocks, ITEMS).equals(expected)
-
-
-def test_blocks_of_the_middle_have_neither_header_nor_trailer() -> None:
-    blocks = copied(ROWS)
-    first, rest = decode_copy(blocks[:2], ITEMS), decode_copy(blocks[2:], ITEMS)
-    assert pa.concat_tables([first, rest]).equals(decode_copy(blocks, ITEMS))
-    assert decode_copy([b"".join(blocks[1:3])], ITEMS).equals(decode_copy(blocks[1:3], ITEMS))
+def test_messages_of_the_middle_have_neither_header_nor_trailer() -> None:
+    messages = copied(ROWS)
+    first, rest = decoded_copy(messages[:2], ITEMS), decoded_copy(messages[2:], ITEMS)
+    assert pa.concat_tables([first, rest]).equals(decoded_copy(messages, ITEMS))
+    assert decoded_copy([messages[0][:19], messages[0][19:], *messages[1:]], ITEMS).equals(decoded_copy(messages, ITEMS))
 
 
 def test_no_rows() -> None:
-    for blocks in ([], copied([]), [b"".join(copied([]))], [b"\xff\xff"], [copied([])[0][:19], b"\xff\xff"]):
-        assert decode_copy(blocks, ITEMS).equals(copy_schema(ITEMS).empty_table())
+    for messages in ([], copied([]), [copied([])[0][:19]], [b"\xff\xff"], [copied([])[0][:19], b"\xff\xff"]):
+        assert decoded_copy(messages, ITEMS).equals(copy_schema(ITEMS).empty_table())
 
 
 def test_values_that_look_like_rows() -> None:
     row = b"".join(copied([["7", "q", None, None, None]])[0][19:] for _ in range(3))
     rows = [["1", row.decode("latin-1").replace("\xff", "\x7f"), None, None, None], ["2", "\0\5" * 40, "1.00", "{}", None]] * 30
-    read = decode_copy([b"".join(copied(rows))], ITEMS)
+    read = decoded_copy(copied(rows), ITEMS)
     assert read["name"].to_pylist() == [row[1] for row in rows]
     assert read["id"].to_pylist() == [1, 2] * 30
 
 
-def test_a_row_larger_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy, "_PIECE", 100)
-    whole = b"".join(copied([*ROWS, ["5", "y" * 5000, None, None, None], *ROWS]))
-    read = decode_copy([whole[place : place + 10] for place in range(0, len(whole), 10)], ITEMS)
-    assert read["id"].to_pylist() == [1, 2, 3, -4, 5, 1, 2, 3, -4]
-    assert read["name"].to_pylist()[4] == "y" * 5000
-
-
 def test_a_table_without_columns() -> None:
-    assert decode_copy(copied([[], []]), table("bare", {}, key=())).num_rows == 2
+    assert decoded_copy(copied([[], []]), table("bare", {}, key=())).num_rows == 2
 
 
 def test_a_longer_header() -> None:
     blocks = copied(ROWS)
     longer = blocks[0][:15] + struct.pack(">I", 5) + b"extra" + blocks[0][19:]
-    assert decode_copy([longer, *blocks[1:]], ITEMS).equals(decode_copy(blocks, ITEMS))
-
-
-def test_rows_that_need_several_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = decode_copy(copied(ROWS * 20), ITEMS)
-    monkeypatch.setattr(copy, "_PIECE", 300)
-    read = decode_copy(copied(ROWS * 20), ITEMS)
-    assert read["id"].num_chunks > 10
-    assert read.equals(expected)
+    assert decoded_copy([longer, *blocks[1:]], ITEMS).equals(decoded_copy(blocks, ITEMS))
 
 
 def test_what_is_no_copy_of_the_table() -> None:
     blocks = copied(ROWS)
     for broken, reason in [
-        ([*blocks[:1], blocks[1] + b"\0", *blocks[2:]], "Row"),
-        ([*blocks[:1], blocks[1][:-1], *blocks[2:]], "Row"),
-        ([blocks[0], blocks[1][:20]], "cut off"),
+        ([*blocks[:1], blocks[1] + b"\0", *blocks[2:]], "Row 2 .* follows its last column"),
+        ([*blocks[:1], blocks[1][:-1], *blocks[2:]], "Row 2 .* column 5 is cut off"),
+        ([blocks[0], blocks[1][:20]], "Row 2 .* cut off"),
+        ([b"".join(blocks)], "Row 1 .* follows its last column"),
         ([blocks[0][:15]], "header"),
+        ([blocks[0][:18]], "header"),
+        ([blocks[0][:15] + b"\0\0\1\0" + blocks[0][19:40]], "header"),
         ([blocks[0][:11] + b"\0\1\0\0" + blocks[0][15:]], "header"),
         ([*blocks, b"\0"], "Row"),
+        ([*blocks, blocks[1]], "Row 5 .* not 5 columns"),
         (copied([["1"]]), "Row 1 .* not 5 columns"),
         (copied([["1", "2", "3", "4", "5", "6"]]), "5 columns"),
-        ([struct.pack(">hi", 5, -2)], "Row 1"),
+        ([struct.pack(">hi", 5, -2)], "Row 1 .* length of -2"),
         ([struct.pack(">hi", 5, 2**31 - 1)], "Row 1"),
         ([b"\xff\xfe"], "Row 1"),
         ([b"\0"], "Row 1"),
+        ([blocks[1], b""], "Row 2"),
     ]:
         with pytest.raises(DecodeError, match=reason) as caught:
-            decode_copy(broken, ITEMS)
+            decoded_copy(broken, ITEMS)
         assert "shop.items" in str(caught.value)
 
 
 def test_a_value_that_is_none_names_row_and_column() -> None:
     with pytest.raises(DecodeError, match=r"Row 5 of the copy of shop.items .* column 'id'.*'x' is no int32"):
-        decode_copy(copied([*ROWS, ["x", None, None, None, None]]), ITEMS)
+        decoded_copy(copied([*ROWS, ["x", None, None, None, None]]), ITEMS)
 
 
 def test_text_that_is_not_utf8_is_kept_as_bytes() -> None:
-    read = decode_copy(copied([ROWS[0], ["1", b"caf\xe9", "NaN", b"{a,\xff}", None]]), ITEMS)
+    read = decoded_copy(copied([ROWS[0], ["1", b"caf\xe9", "NaN", b"{a,\xff}", None]]), ITEMS)
     read.validate(full=True)
     assert read.slice(1).to_pylist() == [
         {"id": 1, "name": None, "price": None, "tags": None, "day": None}
@@ -127,11 +105,81 @@ def test_text_that_is_not_utf8_is_kept_as_bytes() -> None:
     ]
 
 
+NUMBERS = table(
+    "numbers",
+    {
+        "small": wire.INT2,
+        "id": wire.INT4,
+        "large": wire.INT8,
+        "ref": wire.OID,
+        "ratio": wire.FLOAT4,
+        "score": wire.FLOAT8,
+        "done": wire.BOOL,
+        "day": wire.DATE,
+        "at": wire.TIMESTAMP,
+        "at_zone": wire.TIMESTAMPTZ,
+        "raw": wire.BYTEA,
+        "name": wire.TEXT,
+    },
+)
+_FORMS = ["h", "i", "q", "I", "f", "d", "?", "i", "q", "q"]
+
+
+def packed(*values: Any) -> list[bytes | None]:
+    """A row of `numbers` in binary form."""
+    forms = [*_FORMS, None, None]
+    return [value if form is None or value is None else struct.pack(f">{form}", value) for form, value in zip(forms, values, strict=True)]
+
+
+def test_binary_forms() -> None:
+    rows = [
+        packed(-(2**15), -(2**31), -(2**63), 2**32 - 1, 0.1, -0.0, True, 0, 0, 0, b"", b"zo\xc3\xab"),
+        packed(*[None] * 12),
+        packed(
+            2**15 - 1, 2**31 - 1, 2**63 - 1, 0, math.inf, math.nan, False, 2921939, 252455615999999999, -63082281600000000, b"\0\xff", b""
+        ),
+        packed(1, 1, 1, 1, 0.5, 5e-324, True, 2**31 - 1, -(2**63), 2**63 - 1, b"\\x00", b"\xff"),
+        packed(1, 1, 1, 1, 0.5, 0.5, True, 2921940, 252455616000000000, -63082281600000001, None, None),
+    ]
+    read = decoded_copy(copied(rows), NUMBERS, binary.TYPES)
+    read.validate(full=True)
+    assert read.schema == copy_schema(NUMBERS)
+    plain = read.to_pydict()
+    assert plain["small"] == [-(2**15), None, 2**15 - 1, 1, 1]
+    assert plain["id"] == [-(2**31), None, 2**31 - 1, 1, 1]
+    assert plain["large"] == [-(2**63), None, 2**63 - 1, 1, 1]
+    assert plain["ref"] == [2**32 - 1, None, 0, 1, 1]
+    assert plain["ratio"] == [struct.unpack("f", struct.pack("f", 0.1))[0], None, math.inf, 0.5, 0.5]
+    assert repr(plain["score"]) == "[-0.0, None, nan, 5e-324, 0.5]"
+    assert plain["done"] == [True, None, False, True, True]
+    assert plain["day"] == [date(2000, 1, 1), None, date(9999, 12, 31), None, None]
+    assert plain["at"] == [datetime(2000, 1, 1), None, datetime(9999, 12, 31, 23, 59, 59, 999999), None, None]
+    assert plain["at_zone"] == [datetime(2000, 1, 1, tzinfo=UTC), None, datetime(1, 1, 1, tzinfo=UTC), None, None]
+    assert plain["raw"] == [b"", None, b"\0\xff", b"\\x00", None]
+    assert plain["name"] == ["zoë", None, "", None, None]
+    assert plain["_pgwal_text"] == [
+        None,
+        None,
+        None,
+        [("day", "infinity"), ("at", "-infinity"), ("at_zone", "infinity"), ("name", "\\xff")],
+        [("day", "10000-01-01"), ("at", "10000-01-01 00:00:00"), ("at_zone", "0001-12-31 23:59:59.999999+00 BC")],
+    ]
+
+
+def test_a_binary_form_of_another_size_names_row_and_column() -> None:
+    row = packed(*[None] * 12)
+    for name, index, octets in [("small", 0, b"\0"), ("large", 2, b"\0" * 4), ("done", 6, b""), ("at", 8, b"\0" * 9)]:
+        broken = [*row[:index], octets, *row[index + 1 :]]
+        with pytest.raises(DecodeError, match=rf"Row 2 of the copy of shop.numbers .* column '{name}'"):
+            decoded_copy(copied([row, broken]), NUMBERS, binary.TYPES)
+
+
 def test_damage_is_refused_or_leaves_a_copy() -> None:
     """Whatever comes, it is a DecodeError or a table with the right columns, never anything else."""
-    whole, chance, refused = b"".join(copied(ROWS)), random.Random(11), 0
+    messages, chance, refused = copied(ROWS), random.Random(11), 0
     for _ in range(400):
-        octets = bytearray(whole)
+        damaged = chance.randrange(len(messages))
+        octets = bytearray(messages[damaged])
         place = chance.randrange(len(octets))
         match chance.randrange(3):
             case 0:
@@ -141,7 +189,7 @@ def test_damage_is_refused_or_leaves_a_copy() -> None:
             case 2:
                 octets[place : place + 4] = chance.choice([b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\0\0\0\0"])
         try:
-            read = decode_copy([bytes(octets)] if chance.random() < 0.5 else [bytes(octets[:30]), bytes(octets[30:])], ITEMS)
+            read = decoded_copy([*messages[:damaged], bytes(octets), *messages[damaged + 1 :]], ITEMS)
         except DecodeError:
             refused += 1
         else:

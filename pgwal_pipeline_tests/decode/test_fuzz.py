@@ -11,19 +11,20 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from pgwal_pipeline.decode.batch import Decoder, decode_copy
+from pgwal_pipeline.decode.batch import Decoder
 from pgwal_pipeline.decode.pgoutput import RelationMessage, parse_relation
 from pgwal_pipeline.errors import DecodeError
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.postgres import catalog, slot
-from pgwal_pipeline.postgres.copy import ChunkBounds, read_chunk
+from pgwal_pipeline.postgres.copy import ChunkBounds
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.relation import Column, PgType, Relation, TableName
 from pgwal_pipeline_tests.decode.damage import HEADER, damage, damaged
 from pgwal_pipeline_tests.decode.reference import MISFIT, BrokenError, GarbageError, Reference, value_of
 from pgwal_pipeline_tests.decode.streams import comparable, plain
-from pgwal_pipeline_tests.support import Source, fresh_source
+from pgwal_pipeline_tests.decode.wire import decoded_copy
+from pgwal_pipeline_tests.support import Source, copy_messages, fresh_source
 
 QUICK = 20_000
 SOAK = 1_000_000
@@ -121,11 +122,7 @@ def _record(source: Source) -> Recorded:
             messages += map(bytes, stream.read(1 << 20, 0.2))
             stream.request_reply()
         relations = {relation.oid: relation for relation in catalog.tables_of(conn, "everything")}
-    copies = []
-    for relation in relations.values():
-        blocks: list[bytes] = []
-        read_chunk(source.dsn, relation, ChunkBounds(None, None), lambda block, blocks=blocks: blocks.append(bytes(block)))
-        copies.append((relation, blocks))
+    copies = [(relation, copy_messages(source.dsn, relation, ChunkBounds(None, None))[1]) for relation in relations.values()]
     described = {message[HEADER + 1 : HEADER + 5]: message for message in messages if message[HEADER : HEADER + 1] == b"R"}
     parsed = {message.oid: message for message in (parse_relation(octets[HEADER:]) for octets in described.values())}
     assert parsed.keys() == relations.keys()
@@ -289,7 +286,7 @@ def test_damaged_copies_are_refused_or_read_rightly(recorded: Recorded) -> None:
             damage(octets, chance, 0, chance.choice(blocks))
             blocks[index] = bytes(octets)
         try:
-            table = decode_copy(blocks, relation)
+            table = decoded_copy(blocks, relation)
         except DecodeError as error:
             refused += 1
             assert str(relation.table) in str(error)

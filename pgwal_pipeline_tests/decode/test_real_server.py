@@ -13,14 +13,16 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from pgwal_pipeline.decode.batch import Decoded, Decoder, decode_copy
+from pgwal_pipeline.decode import binary
+from pgwal_pipeline.decode.batch import Decoded, Decoder
 from pgwal_pipeline.postgres import catalog, slot
-from pgwal_pipeline.postgres.copy import ChunkBounds, read_chunk
+from pgwal_pipeline.postgres.copy import ChunkBounds
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.relation import Relation
 from pgwal_pipeline_tests.decode.streams import plain
-from pgwal_pipeline_tests.support import Source
+from pgwal_pipeline_tests.decode.wire import decoded_copy
+from pgwal_pipeline_tests.support import Source, copy_messages
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,13 @@ def read_all(source: Source, decoder: Decoder, stream: ReplicationStream, max_by
 
 
 def copy_of(source: Source, relation: Relation) -> pa.Table:
-    blocks: list[bytes] = []
-    read_chunk(source.dsn, relation, ChunkBounds(None, None), blocks.append)
-    return decode_copy(blocks, relation)
+    """The rows, which must be the same whether their values came as text or, where that is read, in binary form."""
+    tables = []
+    for types in (frozenset[int](), binary.TYPES):
+        _, messages = copy_messages(source.dsn, relation, ChunkBounds(None, None), binary=types)
+        tables.append(decoded_copy(messages, relation, types))
+    assert repr(tables[0].to_pylist()) == repr(tables[1].to_pylist())
+    return tables[1]
 
 
 def assert_cases(rows: pa.Table) -> None:

@@ -1,10 +1,13 @@
 """Messages as a server sends them, put together byte by byte for the tests; knows nothing of the decoder."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import pyarrow as pa
+
+from pgwal_pipeline.decode.batch import decode_copy
 from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.relation import Column, PgType, Relation, ReplicaIdentity, TableName
 
@@ -152,3 +155,8 @@ def copied(rows: Sequence[Sequence[str | bytes | None]]) -> list[bytes]:
     blocks = [*map(framed_row, rows), b"\xff\xff"]
     blocks[0] = b"PGCOPY\n\xff\r\n\0" + bytes(8) + blocks[0]
     return blocks
+
+
+def decoded_copy(messages: Sequence[bytes], relation: Relation, binary: Collection[int] = ()) -> pa.Table:
+    """What `decode_copy` makes of these messages."""
+    return decode_copy(bytearray(b"".join(messages)), [*map(len, messages)], relation, binary)

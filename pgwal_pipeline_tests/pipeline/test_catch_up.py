@@ -16,15 +16,18 @@ import pytest
 
 from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.lake import rows as as_rows
-from pgwal_pipeline.lake.ledger import Plan
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Ledger, Plan
 from pgwal_pipeline.lake.log import RowLog
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.lsn import format_lsn, parse_lsn, window_key
 from pgwal_pipeline.pipeline import catch_up, status
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline.catch_up import Cut, Pace, borders, falling_behind, windows_for
+from pgwal_pipeline.pipeline.counting import Pass
 from pgwal_pipeline.postgres import copies
 from pgwal_pipeline.postgres.copies import Room
+from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
@@ -505,6 +508,30 @@ def test_a_role_that_may_not_copy_slots_drains_alone(source: Source, make_pipeli
     finally:
         source.sql(f"DROP PUBLICATION p_{role}")
         source.sql(f"DROP ROLE {role}")
+
+
+def test_few_cores_that_the_source_shares_are_one_readers(
+    source: Source, make_pipeline: MakePipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was measured; but whoever sets the catch-up is taken at his word, and a source elsewhere takes none of these cores."""
+    warnings: list[str] = []
+    with connect(source.dsn) as conn:
+
+        def windows_of(cores: int, **overrides: Any) -> int:
+            monkeypatch.setattr(catch_up, "cores", lambda: cores)
+            settings = make_pipeline(lake=str(tmp_path / str(len(warnings))), **overrides).settings
+            run = Pass(settings, Ledger(Lake(settings.lake)), conn, conn.info.server_version, warnings.append, Silent())
+            plan = catch_up.plan(run, 1 << 30, 3 << 30, "1:1:")
+            return 1 if plan is None else len(plan.ends)
+
+        assert windows_of(4) == 3
+        assert warnings == []
+        assert windows_of(3) == 1
+        assert "source runs on this machine too, and one reader keeps 3 cores busy" in warnings.pop()
+        assert windows_of(2, catchup_slots=2) == windows_of(2, catchup_threshold="1GB") == 2
+        monkeypatch.setattr(catch_up, "on_this_machine", lambda _: False)
+        assert windows_of(2) == 2
+        assert warnings == []
 
 
 def test_a_backlog_that_grows_faster_than_it_is_drained(

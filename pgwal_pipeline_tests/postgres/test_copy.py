@@ -4,6 +4,7 @@ import itertools
 import struct
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from pgwal_pipeline.postgres import catalog, copy, dsn
 from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, TableChanged, plan_chunks, read_chunk
 from pgwal_pipeline.postgres.key_order import key_order
 from pgwal_pipeline.relation import Relation
-from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
+from pgwal_pipeline_tests.support import Source, copy_messages, fresh_source, wait_for
 
 WHOLE = ChunkBounds(None, None)
 
@@ -45,9 +46,8 @@ def fields_of(blocks: list[bytes]) -> list[tuple[str | None, ...]]:
     return rows
 
 
-def read(source: Source, relation: Relation, bounds: ChunkBounds = WHOLE, **options: str) -> list[tuple[str | None, ...]]:
-    blocks: list[bytes] = []
-    done = read_chunk(source.dsn, relation, bounds, blocks.append, **options)
+def read(source: Source, relation: Relation, bounds: ChunkBounds = WHOLE, **options: Any) -> list[tuple[str | None, ...]]:
+    done, blocks = copy_messages(source.dsn, relation, bounds, **options)
     rows = fields_of(blocks)
     assert done.rows == len(rows)
     assert done.bytes == sum(map(len, blocks))
@@ -426,15 +426,27 @@ def test_no_columns_no_rows(source: Source) -> None:
     assert read(source, relation_of(source, "empty")) == []
 
 
-def test_blocks_are_of_a_megabyte_and_cut_at_rows(source: Source) -> None:
+def test_a_message_is_a_row_and_some_megabytes_come_at_once(source: Source) -> None:
     source.sql("create table t (k int primary key, v text)")
-    source.sql("insert into t select i, repeat(md5(i::text), 20) from generate_series(1, 10000) i")
-    blocks: list[bytes] = []
-    done = read_chunk(source.dsn, relation_of(source), WHOLE, blocks.append)
-    assert done.rows == 10_000
-    assert len(blocks) == pytest.approx(done.bytes / (1 << 20), abs=1.01)
-    assert all(len(block) < (1 << 20) + 1000 for block in blocks)
-    assert all(block[:2] == b"\0\x02" for block in blocks[1:])
+    source.sql("insert into t select i, repeat(md5(i::text), 20) from generate_series(1, 30000) i")
+    handed: list[tuple[bytearray, list[int]]] = []
+    done = read_chunk(source.dsn, relation_of(source), WHOLE, lambda rows, lengths: handed.append((rows, lengths)))
+    assert done.rows == 30_000
+    assert done.bytes == sum(len(rows) for rows, _ in handed)
+    assert len(handed) == pytest.approx(done.bytes / (8 << 20), abs=1.01)
+    assert all(len(rows) == sum(lengths) < (8 << 20) + 1000 for rows, lengths in handed)
+    assert sum(len(lengths) for _, lengths in handed) == done.rows + 1
+    assert all(rows[:2] == b"\0\x02" for rows, lengths in handed[1:] if lengths[0] > 2)
+    assert handed[-1][0][-2:] == b"\xff\xff"
+
+
+def test_types_in_their_binary_form(source: Source) -> None:
+    source.sql("create domain count as int4; create table t (k int8 primary key, c count, d date, v text)")
+    source.sql("insert into t values (1, 2, '2000-01-02', 'x'), (2, null, null, null)")
+    _, rows = copy_messages(source.dsn, relation_of(source), WHOLE, binary={20, 23})
+    fields = struct.pack(">hiqii", 4, 8, 1, 4, 2) + struct.pack(">i", 10) + b"2000-01-02" + struct.pack(">i", 1) + b"x"
+    assert rows[0][19:] == fields
+    assert rows[1] == struct.pack(">hiqiii", 4, 8, 2, -1, -1, -1)
 
 
 def test_what_a_read_sees(source: Source) -> None:
@@ -446,8 +458,7 @@ def test_what_a_read_sees(source: Source) -> None:
     assert xid is not None
     source.sql("create table later ()")
     before = source.value("select pg_current_wal_insert_lsn() - '0/0'")
-    blocks: list[bytes] = []
-    done = read_chunk(source.dsn, relation, WHOLE, blocks.append)
+    done, blocks = copy_messages(source.dsn, relation, WHOLE)
     assert fields_of(blocks) == [("1",)]
     xmin, xmax, running = done.snapshot.split(":")
     assert str(xid[0]) in running.split(",")
@@ -472,7 +483,7 @@ def test_the_lsn_is_of_after_the_read(source: Source) -> None:
     source.sql("create table t (k int primary key, v text); insert into t select i, repeat('x', 1000) from generate_series(1, 5000) i")
     written: list[int] = []
 
-    def write(_: bytes) -> None:
+    def write(*_: object) -> None:
         if not written:
             source.sql("create table other as select i from generate_series(1, 1000) i")
             written.append(int(source.value("select pg_current_wal_insert_lsn() - '0/0'")))
@@ -549,13 +560,13 @@ def test_a_read_that_breaks_off(source: Source) -> None:
     source.sql("create table t (k int primary key, v text); insert into t select i, repeat('x', 1000) from generate_series(1, 20000) i")
     relation = relation_of(source)
 
-    def kill(_: bytes) -> None:
+    def kill(*_: object) -> None:
         source.sql("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'pgwal snapshot'")
 
     with pytest.raises(SourceUnavailable, match=r"reading table public\.t"):
         read_chunk(source.dsn, relation, WHOLE, kill)
 
-    def fail(_: bytes) -> None:
+    def fail(*_: object) -> None:
         raise KeyError("the lake is full")
 
     with pytest.raises(KeyError):
