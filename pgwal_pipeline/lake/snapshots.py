@@ -31,7 +31,7 @@ _CONFIGURATION = {
     "delta.deletedFileRetentionDuration": "interval 1 days",
     "delta.logRetentionDuration": "interval 2 days",
 }
-_GROUP_BYTES = 64 << 20
+_GROUP_BYTES = 16 << 20
 _FILE_BYTES = 512 << 20
 _ID = re.compile(r"[A-Za-z0-9_-]+\Z")
 
@@ -63,7 +63,7 @@ class SnapshotWriter:
     def write(self, attempt: str, pieces: Iterable[pa.Table]) -> ChunkWrite:
         """Write the rows of one attempt at a chunk, which have the source's columns and `_pgwal_text`, and commit them as one.
 
-        The pieces share one schema and are taken one by one; at most about 64 MB of them are held. On a failure nothing is committed.
+        The pieces share one schema and are taken one by one; at most about 16 MB of them are held. On a failure nothing is committed.
         Raises TableError where the snapshot table has a column with another type, LakeError where the lake cannot be written.
         """
         chunk = _ChunkFiles(self._lake, self._folder, f"{self._folder}/{GENERATION}={self._generation}", attempt)

@@ -23,6 +23,7 @@ from pgwal_pipeline.errors import BlockedByTransaction, SourceRefused, SourceUna
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, TableState
 from pgwal_pipeline.lake.snapshots import SnapshotWriter
+from pgwal_pipeline.memory import give_back
 from pgwal_pipeline.pipeline.drain import bootstrap
 from pgwal_pipeline.pipeline.reports import SnapshotReport, SnapshotsReport
 from pgwal_pipeline.pipeline.slot_watch import SlotWatch
@@ -117,6 +118,7 @@ class _TableRead:
     progress: Progress
     watch: SlotWatch
     _stop: threading.Event = field(default_factory=threading.Event)
+    _standing: Future[None] = field(default_factory=Future)  # done once the reading stands in the ledger
     _rows: dict[int, int] = field(default_factory=dict)  # by chunk, as they come
     _bytes: dict[int, int] = field(default_factory=dict)
 
@@ -126,14 +128,24 @@ class _TableRead:
         started = time.time()
         with ExitStack() as stack:
             exported = stack.enter_context(copy.exported_snapshot(self.settings.dsn)) if not relation.key else None
-            state, chunks = self._begin(keep=exported is None)
+            state = replace(self.state, relation=relation, key=relation.key)
+            done: list[Chunk] = []
+            # Of a table without a key all rows are to be read under one snapshot, and the one of a reading that died has gone.
+            if state.reading is None or exported is not None:
+                visible = "ready" if state.published is not None else "snapshotting"
+                state = replace(state, state=visible, reason=None, reading=uuid.uuid4().hex, joined_xid=None)
+                missing = self._planned(state)
+            else:
+                self._stand(state, ())
+                known = self.ledger.chunks(state.table, state.reading)
+                done = [chunk for chunk in known if chunk.attempt is not None]
+                missing = iter([chunk for chunk in known if chunk.attempt is None])
             assert state.reading is not None
             writer = SnapshotWriter(Lake(self.settings.lake), relation, state.reading)
             writer.begin(copy_schema(relation))
-            done = [chunk for chunk in chunks if chunk.attempt is not None]
             self._rows = {chunk.chunk: chunk.rows for chunk in done}
             self._bytes = {chunk.chunk: chunk.bytes for chunk in done}
-            done += self._read([chunk for chunk in chunks if chunk.attempt is None], writer, exported)
+            done += self._read(missing, writer, exported)
         # TRUNCATE and rewriting DDL are not MVCC-safe: only what was written after the last read is surely in the stream alone.
         required = max([catalog.insert_lsn(self.conn), *(chunk.insert_lsn or 0 for chunk in done)])
         self.ledger.amend_tables(lambda known: [_whole(known.get(state.table, state), state, required)])
@@ -147,36 +159,32 @@ class _TableRead:
             started=started,
         )
 
-    def _begin(self, *, keep: bool) -> tuple[TableState, tuple[Chunk, ...]]:
-        """The table's state and chunks as the ledger has them from now on.
-
-        What a reading that died has read is taken over where `keep`: of a table without a key all rows are to be read under one snapshot,
-        and the one of then has gone.
-        """
-        relation = self.published.relation
-        state = replace(self.state, relation=relation, key=relation.key)
-        if state.reading is None or not keep:
-            visible = "ready" if state.published is not None else "snapshotting"
-            state = replace(state, state=visible, reason=None, reading=uuid.uuid4().hex, joined_xid=None)
-            assert state.reading is not None
-            bounds = copy.plan_chunks(self.conn, relation, self.settings.snapshot_chunk_rows)
-            self.ledger.record_chunks(
-                [
-                    Chunk(table=state.table, generation=state.reading, chunk=number, lower=bound.lower, upper=bound.upper)
-                    for number, bound in enumerate(bounds)
-                ]
-            )
-        self.ledger.amend_tables(lambda known: [_begun(known.get(state.table, state), state)])
+    def _planned(self, state: TableState) -> Iterator[Chunk]:
+        """The chunks of a new reading, as they are found; with the last of them they stand in the ledger."""
         assert state.reading is not None
-        return state, self.ledger.chunks(state.table, state.reading)
+        chunks: list[Chunk] = []
+        bounds = copy.plan_chunks(self.conn, self.published.relation, self.settings.snapshot_chunk_rows)
+        for number, bound in enumerate(bounds):
+            chunks.append(Chunk(table=state.table, generation=state.reading, chunk=number, lower=bound.lower, upper=bound.upper))
+            yield chunks[-1]
+        self._stand(state, chunks)
 
-    def _read(self, chunks: Collection[Chunk], writer: SnapshotWriter, exported: str | None) -> list[Chunk]:
-        """Read chunks side by side; the first failure stops the others."""
+    def _stand(self, state: TableState, chunks: Collection[Chunk]) -> None:
+        """Have the reading of `state` stand in the ledger, with its `chunks` where it is new: from now on what is read counts."""
+        if chunks:
+            self.ledger.record_chunks(chunks)
+        self.ledger.amend_tables(lambda known: [_begun(known.get(state.table, state), state)])
+        self._standing.set_result(None)
+
+    def _read(self, chunks: Iterator[Chunk], writer: SnapshotWriter, exported: str | None) -> list[Chunk]:
+        """Read chunks side by side, the first while others are still looked for; the first failure stops the others."""
         estimate = copy.estimated_size(self.conn, self.published.relation)
         done: list[Chunk] = []
+        pending: set[Future[Chunk]] = set()
         with ThreadPoolExecutor(self.settings.snapshot_workers, "pgwal-chunk") as pool:
-            pending: set[Future[Chunk]] = {pool.submit(self._read_chunk, chunk, writer, exported) for chunk in chunks}
             try:
+                for chunk in chunks:
+                    pending.add(pool.submit(self._read_chunk, chunk, writer, exported))
                 while pending:
                     finished, pending = wait(pending, _LOOK_EVERY, FIRST_COMPLETED)
                     done += [future.result() for future in finished]
@@ -184,6 +192,7 @@ class _TableRead:
                     self.watch.look()
             finally:
                 self._stop.set()
+                self._standing.cancel()
                 for future in pending:
                     future.cancel()
         return done
@@ -217,11 +226,13 @@ class _TableRead:
         )
         written = writer.write(attempt, self._counted(chunk.chunk, rows))
         failpoints.hit("snapshot.before_chunk_record")
+        self._standing.result()
         read = rows.read
         assert read is not None
         finished = replace(chunk, attempt=attempt, rows=written.rows, bytes=read.bytes, snapshot=read.snapshot, insert_lsn=read.insert_lsn)
         self.ledger.record_chunks([finished])
         self._bytes[chunk.chunk] = read.bytes
+        give_back()
         return finished
 
     def _counted(self, number: int, rows: TableRows) -> Iterator[pa.Table]:

@@ -12,7 +12,7 @@ from pgwal_pipeline.decode.batch import decode_copy
 from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, read_chunk
 from pgwal_pipeline.relation import Relation
 
-_AHEAD = 2  # pieces that may wait for the writer
+_AHEAD = 1  # pieces that may wait for the writer
 
 
 class _Abandoned(Exception):
@@ -23,7 +23,7 @@ class _Abandoned(Exception):
 class TableRows:
     """A range of a table's rows, read once: iterate over the pieces (`copy_schema` of the decoder), then ask `read` what the read was of.
 
-    At most about four pieces are in memory at once. Iterating raises what reading and decoding raise.
+    At most about three pieces are in memory at once. Iterating raises what reading and decoding raise.
     """
 
     dsn: str

@@ -33,7 +33,7 @@ __all__ = [
     "wait_for_transactions",
 ]
 
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES = 4 << 20
 _TEXTUAL = frozenset({25, 114, 1042, 1043})  # text, json, char(n), varchar: their binary form is their text
 
 # Rows that a policy hides would be missing without a word: off, such a read is an error. A lock that does not come leaves an open
@@ -151,7 +151,7 @@ def read_chunk(
 
     Each field is the text of its type's output function, but those of the types whose OIDs are in `binary`: these are as their types' send
     functions write them. A message is a row, the first with the 19 bytes of the header before it; the last is the trailer. `on_rows` gets
-    about 8 MiB of them end to end, to keep, and the length of each. `row_filter` is the publication's condition for this table
+    about 4 MiB of them end to end, to keep, and the length of each. `row_filter` is the publication's condition for this table
     (`catalog.published_tables`), so that rows which are not in the stream are not in the snapshot. `exported_snapshot` names one that the
     read is to see instead of its own.
 

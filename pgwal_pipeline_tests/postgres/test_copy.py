@@ -433,8 +433,8 @@ def test_a_message_is_a_row_and_some_megabytes_come_at_once(source: Source) -> N
     done = read_chunk(source.dsn, relation_of(source), WHOLE, lambda rows, lengths: handed.append((rows, lengths)))
     assert done.rows == 30_000
     assert done.bytes == sum(len(rows) for rows, _ in handed)
-    assert len(handed) == pytest.approx(done.bytes / (8 << 20), abs=1.01)
-    assert all(len(rows) == sum(lengths) < (8 << 20) + 1000 for rows, lengths in handed)
+    assert len(handed) == pytest.approx(done.bytes / (4 << 20), abs=1.01)
+    assert all(len(rows) == sum(lengths) < (4 << 20) + 1000 for rows, lengths in handed)
     assert sum(len(lengths) for _, lengths in handed) == done.rows + 1
     assert all(rows[:2] == b"\0\x02" for rows, lengths in handed[1:] if lengths[0] > 2)
     assert handed[-1][0][-2:] == b"\xff\xff"
