@@ -76,7 +76,7 @@ def test_what_is_written_while_chunks_are_on_their_way(
                 source.sql(statement.format(t=name))
         elif passed % 3 == 1:
             source.sql(f"UPDATE {name} SET n = n + 10000 WHERE id IN (5, 12)")
-        pipeline.drain()  # the stream never waits
+            pipeline.drain()  # the stream never waits
 
     at_each_pass(monkeypatch, READ, write)
     pipeline.snapshot()
