@@ -185,6 +185,8 @@ class _TableRead:
             try:
                 for chunk in chunks:
                     pending.add(pool.submit(self._read_chunk, chunk, writer, exported))
+                    self._show(estimate, complete=False)
+                    self.watch.look()
                 while pending:
                     finished, pending = wait(pending, _LOOK_EVERY, FIRST_COMPLETED)
                     done += [future.result() for future in finished]
