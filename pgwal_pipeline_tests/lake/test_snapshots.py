@@ -71,7 +71,7 @@ def test_a_read_that_fails_leaves_nothing(lake: Lake) -> None:
 
 def test_large_chunks_are_cut_into_groups_and_files(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pgwal_pipeline.lake.snapshots._GROUP_BYTES", 10_000)
-    monkeypatch.setattr("pgwal_pipeline.lake.snapshots._FILE_BYTES", 3_000)
+    monkeypatch.setattr("pgwal_pipeline.lake.snapshots._FILE_BYTES", 1_000)
     written = SnapshotWriter(lake, _ORDERS, "g1").write("a1", (_piece(*range(start, start + 100)) for start in range(0, 2000, 100)))
     assert written.rows == 2000
     assert [row[2] for row in _rows(lake)] == list(range(2000))
