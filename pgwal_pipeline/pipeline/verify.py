@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from pgwal_pipeline.decode.copy import copy_schema
-from pgwal_pipeline.errors import SourceRefused
+from pgwal_pipeline.errors import SourceRefused, SourceUnavailable
 from pgwal_pipeline.lake import compare
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.pipeline.drain import drain
@@ -19,6 +19,7 @@ from pgwal_pipeline.pipeline.table_rows import TableRows
 from pgwal_pipeline.postgres import catalog, copy, slot
 from pgwal_pipeline.postgres.catalog import PublishedTable
 from pgwal_pipeline.postgres.dsn import connect
+from pgwal_pipeline.postgres.storage import storages
 from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
@@ -37,9 +38,11 @@ def verify(
     """Bring `current` to the LSN of a snapshot of the source, and compare the two there.
 
     A temporary slot gives that pair: the transactions with a commit LSN below its consistent point are just those that its exported
-    snapshot sees. Making it waits for the transactions that are open. Raises SourceRefused for a table that is not followed.
+    snapshot sees. Making it waits for the transactions that are open. Raises SourceRefused for a table that is not followed,
+    SourceUnavailable for one that was truncated or rewritten meanwhile.
     """
     lake = Lake(settings.lake)
+    files = _files(settings)
     with slot.create_with_snapshot(settings.dsn, f"{settings.slot}_v_{os.getpid()}") as (lsn, exported):
         drained = drain(settings, end_lsn=lsn, progress=progress)
         published = publish(settings, spark_factory, progress=progress)
@@ -55,6 +58,9 @@ def verify(
             relation = source.relation
             expected = _copy_source(settings, lake, source, exported)
             try:
+                # TRUNCATE and rewriting DDL are not MVCC-safe: an older snapshot finds such a table empty.
+                if _files(settings).get(relation.oid) != files.get(relation.oid):
+                    raise SourceUnavailable(f"Table {name} was truncated or rewritten while it was compared; run the comparison again.")
                 result = compare.compare(
                     spark_factory(), expected, pointer.path, pointer.version, key=relation.key, columns=relation.column_names
                 )
@@ -71,6 +77,14 @@ def verify(
     return VerifyReport(
         lsn=lsn, equal=all(comparison.equal for comparison in comparisons.values()), tables=comparisons, drain=drained, publish=published
     )
+
+
+def _files(settings: Settings) -> dict[int, frozenset[tuple[int, int]]]:
+    """Which files the published tables are stored in, by oid."""
+    with connect(settings.dsn) as conn:
+        oids = [table.relation.oid for table in catalog.published_tables(conn, settings.publication)]
+        found = storages(conn, settings.publication, oids)
+    return {oid: frozenset((file.oid, file.node) for file in storage.files) for oid, storage in found.items()}
 
 
 def _copy_source(settings: Settings, lake: Lake, table: PublishedTable, exported: str) -> str:
