@@ -329,7 +329,7 @@ def snapshot_beside_writers(seed: int, source: Source, pipeline: Pipeline, *, ki
         pipeline.snapshot()
         pipeline.drain()
         compared = 0
-        for _ in range(4):
+        for _ in range(1 + kills):
             pipeline.publish()
             if not snapshots.needed(pipeline.settings):
                 # At the LSN of a snapshot of the source, while the writers go on.
