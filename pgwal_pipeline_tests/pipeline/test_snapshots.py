@@ -328,9 +328,9 @@ def snapshot_beside_writers(seed: int, source: Source, pipeline: Pipeline, *, ki
             pipeline.drain()
         pipeline.snapshot()
         pipeline.drain()
+        pipeline.publish()
         compared = 0
-        for _ in range(1 + kills):
-            pipeline.publish()
+        for _ in range(kills - 1):
             if not snapshots.needed(pipeline.settings):
                 # At the LSN of a snapshot of the source, while the writers go on.
                 with contextlib.suppress(SourceUnavailable, SourceRefused):  # truncated just then; or before, and to be read again
@@ -340,6 +340,7 @@ def snapshot_beside_writers(seed: int, source: Source, pipeline: Pipeline, *, ki
             else:
                 pipeline.snapshot()
             pipeline.drain()
+            pipeline.publish()
     finally:
         stop.set()
         for writer in writers:
