@@ -18,9 +18,12 @@ from pgwal_pipeline.relation import quote_ident
 
 _VARIABLE = "PGWAL_SOURCE_DSN"
 
-# Time-outs are off because the bounds are ours: a role's statement_timeout would end a long COPY, an idle one the connection that guards
-# the slot.
+# Time-outs are off, and first, because the bounds are ours: a role's statement_timeout would end a long COPY, an idle one the connection
+# that guards the slot.
 _PINNED = (
+    "SET statement_timeout = 0",
+    "SET idle_in_transaction_session_timeout = 0",
+    "SET idle_session_timeout = 0",
     "SET client_encoding = 'UTF8'",
     "SET DateStyle = 'ISO, YMD'",
     "SET IntervalStyle = 'postgres'",
@@ -31,9 +34,6 @@ _PINNED = (
     "SET search_path = 'pg_catalog'",
     "SET quote_all_identifiers = off",
     "SET standard_conforming_strings = on",
-    "SET statement_timeout = 0",
-    "SET idle_in_transaction_session_timeout = 0",
-    "SET idle_session_timeout = 0",
 )
 _PINNED_FROM_17 = ("SET transaction_timeout = 0",)
 
