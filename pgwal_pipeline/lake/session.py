@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pgwal_pipeline.errors import LakeError
+from pgwal_pipeline.local import class_archive
 from pgwal_pipeline.local.cache import user_cache
 from pgwal_pipeline.local.jars import delta_packages, ensure, s3_packages
-from pgwal_pipeline.local.java import ensure_java
+from pgwal_pipeline.local.java import ensure_java, find_java
 from pgwal_pipeline.settings import Settings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _LOG_SETTINGS = Path(__file__).with_name("log4j2.properties")
-_SPARK_CONF_DIR = Path(__file__).with_name("spark-conf")
 _REMOTE_SECONDS = 15.0
 
 DELTA_EXTENSION = "io.delta.sql.DeltaSparkSessionExtension"
@@ -116,12 +116,12 @@ def launch_environment(settings: Settings) -> dict[str, str]:
     variables = ensure_java()
     options = variables.get("SPARK_SUBMIT_OPTS", os.environ.get("SPARK_SUBMIT_OPTS", ""))
     if "log4j2.configurationFile" not in options:
-        options = f"{options} -Dlog4j2.configurationFile={_LOG_SETTINGS.as_uri()}".strip()
-    variables["SPARK_SUBMIT_OPTS"] = options
+        options += f" -Dlog4j2.configurationFile={_LOG_SETTINGS.as_uri()}"
+    if "SharedArchiveFile" not in options:
+        options = " ".join([options, *class_archive.options(find_java())])
+    variables["SPARK_SUBMIT_OPTS"] = options.strip()
     if on_this_machine(settings.spark_master):
         variables["SPARK_LOCAL_IP"] = "127.0.0.1"
-        if not os.environ.get("SPARK_CONF_DIR") and not os.environ.get("SPARK_HOME"):  # else there may be settings of the user's own
-            variables["SPARK_CONF_DIR"] = str(_SPARK_CONF_DIR)
     else:
         del variables["PYSPARK_PYTHON"]  # this interpreter's path means nothing on another machine
     return variables

@@ -2,7 +2,7 @@
 
 Spark is always given a Java home of ours that links to the real one. Its `java` drops one argument that Spark's launcher adds,
 `--add-modules=jdk.incubator.vector`: the bundled Java has no such module and would not start, others print a warning at every start.
-Nothing here uses the module.
+Nothing here uses the module. Nor does Spark ever speak to the source: what its password may stand in does not reach the JVM.
 """
 
 import base64
@@ -30,6 +30,7 @@ _CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _STORE_PASSWORD = "changeit"  # noqa: S105 (Java's own default; a trust store holds nothing secret)
 
 _LAUNCHER = """#!/bin/sh
+unset PGWAL_SOURCE_DSN PGPASSWORD
 for argument; do
   shift
   [ "$argument" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$argument"

@@ -145,10 +145,10 @@ def test_the_ui_alone_is_enough(server: Postgres, stack: ExitStack, tmp_path: Pa
             return bool(instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.QUEUED])))
 
         wait_for("the last run to end", lambda: not active(), dev)
-        time.sleep(20)
+        time.sleep(10)
         wait_for("the last run to end", lambda: not active(), dev)
         runs = instance.get_runs_count()
-        time.sleep(25)
+        time.sleep(15)
         assert instance.get_runs_count() == runs
         assert instance.get_latest_materialization_event(NAMES.slot) is not None
         assert instance.get_runs(limit=1)[0].is_success

@@ -137,7 +137,12 @@ def _assert_whole(place: Lake, starts: range) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "fault"),
-    [("PUT", r"_delta_log/.*json", "lose"), ("PUT", r"parquet", "500"), ("GET|HEAD", ".", "503"), (".*", ".", "reset")],
+    [
+        ("PUT", r"_delta_log/.*json", "lose"),
+        pytest.param("PUT", r"parquet", "500", marks=pytest.mark.soak),
+        pytest.param("GET|HEAD", ".", "503", marks=pytest.mark.soak),
+        (".*", ".", "reset"),
+    ],
 )
 def test_a_store_that_fails_now_and_then(lake: Lake, faulty: FaultyStore, method: str, path: str, fault: Fault) -> None:
     """Requests that fail for a moment are tried again, and one that was done though its answer was lost is not taken for another's."""

@@ -111,6 +111,7 @@ def test_conf_for_s3() -> None:
     )
 
 
+@pytest.mark.soak
 def test_merge_on_executors_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(lake=str(tmp_path / "lake"), spark_master="local-cluster[2,1,1024]", spark_conf={"spark.driver.memory": "1g"})
     monkeypatch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")

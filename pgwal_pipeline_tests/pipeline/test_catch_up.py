@@ -158,7 +158,7 @@ class Workload:
 TABLES = ("public.keyed", "public.bag", "public.huge", "public.emptied")
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_windows_hold_what_one_reader_finds(seed: int, source: Source, make_pipeline: MakePipeline, tmp_path: Path) -> None:
     workload = Workload(source, seed)
     pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
@@ -189,6 +189,7 @@ def test_current_equals_the_source_after_catching_up(source: Source, pipeline: P
     pipeline.assert_current(*TABLES)
 
 
+@pytest.mark.soak
 def test_random_changes_of_the_tables(source: Source, make_pipeline: MakePipeline, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables that are altered, renamed, emptied and made anew, whatever window that falls in; small as the backlogs are, they are cut."""
     monkeypatch.setattr(catch_up, "_LEAST_WINDOW", 1)
@@ -253,20 +254,21 @@ def test_a_column_that_has_another_type_in_each_window(
     assert_settled(pipeline)
 
 
+IN_SOAK = pytest.mark.soak  # neighbours of the others
 BY_PARENT = [
     "catch_up.planned",
-    "catch_up.ready",
-    "drain.read",
-    "drain.after_files",
+    pytest.param("catch_up.ready", marks=IN_SOAK),
+    pytest.param("drain.read", marks=IN_SOAK),
+    pytest.param("drain.after_files", marks=IN_SOAK),
     "catch_up.read_here",
     "catch_up.all_read",
     "drain.after_prepared",
-    "raw.between_tables",
-    "drain.before_complete",
+    pytest.param("raw.between_tables", marks=IN_SOAK),
+    pytest.param("drain.before_complete", marks=IN_SOAK),
     "drain.before_confirm",
-    "drain.after_confirm",
+    pytest.param("drain.after_confirm", marks=IN_SOAK),
 ]
-BY_WORKER = ["catch_up.copied", "catch_up.moved", "catch_up.after_files", "catch_up.recorded"]
+BY_WORKER = ["catch_up.copied", pytest.param("catch_up.moved", marks=IN_SOAK), "catch_up.after_files", "catch_up.recorded"]
 
 
 @pytest.mark.parametrize("point", BY_PARENT)

@@ -234,7 +234,7 @@ def run(
 def test_a_few_faults(
     make_server: Callable[..., Postgres], make_pipeline: Callable[..., Pipeline], connect_server: ConnectServer, spark: Any
 ) -> None:
-    run(4, 1, make_server, make_pipeline, connect_server, spark)
+    run(3, 1, make_server, make_pipeline, connect_server, spark)
 
 
 @pytest.mark.soak

@@ -167,8 +167,8 @@ def test_a_damaged_file_that_a_drain_needs(stream: Pipeline, folder: str, patter
     ("folder", "pattern", "damage"),
     [
         ("raw/public/t", "_pgwal_window=*/*.parquet", _cut),
-        ("raw/public/t", "_pgwal_window=*/*.parquet", Path.unlink),
-        ("current/public/t", "*.parquet", _garble),
+        pytest.param("raw/public/t", "_pgwal_window=*/*.parquet", Path.unlink, marks=pytest.mark.soak),
+        pytest.param("current/public/t", "*.parquet", _garble, marks=pytest.mark.soak),
         ("current/public/t", "_delta_log/*.json", _garble),
     ],
 )

@@ -134,7 +134,12 @@ def test_single_table_by_hand_changes_nothing_for_the_others(source: Source, pip
     pipeline.assert_current("public.a", "public.b")
 
 
-POINTS = ["publish.in_merge", "publish.between_tables", "publish.before_record", "publish.after_record"]
+POINTS = [
+    "publish.in_merge",
+    pytest.param("publish.between_tables", marks=pytest.mark.soak),
+    pytest.param("publish.before_record", marks=pytest.mark.soak),
+    "publish.after_record",
+]
 PUBLISH = """
 from pgwal_pipeline.lake.session import spark_session
 from pgwal_pipeline.pipeline.publish import publish

@@ -59,6 +59,10 @@ CHANGES: dict[str, tuple[str, bool]] = {
 }
 
 
+# One of each kind, for what comes after.
+FOLLOWED_ON = ("add", "drop", "drop_add_type", "rename", "narrow", "key_dropped", "key_changed", "identity", "made_anew", "truncate")
+
+
 def run(source: Source, statements: str, table: str) -> None:
     """Each statement is a transaction of its own."""
     for statement in statements.replace("{t}", table).split("; "):
@@ -129,8 +133,8 @@ def test_altered_between_runs(source: Source, pipeline: Pipeline) -> None:
     pipeline.assert_current(*(f"public.{table}" for table in tables))
     after = generations(pipeline)
     assert {table for table in tables if before[table] != after[table]} == {table for table in tables if CHANGES[tables[table][0]][1]}
-    for table in tables:
-        run(source, "UPDATE {t} SET id = id + 1000 WHERE id = 1; DELETE FROM {t} WHERE id = 3", table)
+    for change in FOLLOWED_ON:
+        run(source, "UPDATE {t} SET id = id + 1000 WHERE id = 1; DELETE FROM {t} WHERE id = 3", f"{change}_both")
     converge(pipeline)
     pipeline.assert_current(*(f"public.{table}" for table in tables))
     assert generations(pipeline) == after
@@ -141,7 +145,7 @@ MakePipeline = Callable[..., Pipeline]
 
 def test_altered_while_the_stream_is_read(source: Source, make_pipeline: MakePipeline, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The look at the start of a drain shows tables that are altered before the drain has chosen its end."""
-    names = ("add", "add_default", "drop", "rename", "to_text", "using", "truncate", "several")
+    names = ("add", "add_default", "drop", "rename", "using", "several")
     changes = {f"t_{name}": CHANGES[name][0] for name in names}
     for table in changes:
         source.sql(f"CREATE TABLE {table} ({COLUMNS})")

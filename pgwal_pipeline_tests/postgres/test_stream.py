@@ -123,7 +123,7 @@ def test_a_read_ends_at_its_bounds(source: Source) -> None:
     with open_stream(source, name) as stream:
         small = wait_for(lambda: stream.read(10_000, 1), what="the first messages")
         assert 10_000 <= sum(map(len, small)) < 12_000
-        large = stream.read(1 << 30, 20)
+        large = stream.read(1 << 30, 120)
         assert len(large) == 20_000
         rest = read_until(stream, end)
         assert kinds(small + large + rest).count("I") == 30_000

@@ -1,0 +1,62 @@
+"""`python -m pgwal_pipeline.lake.record_classes`: let each Spark of this installation start sooner from now on.
+
+A session of its own does a little of what publishes do, and Java records what it loaded for that.
+"""
+
+import os
+import sys
+import tempfile
+from typing import Any
+
+from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.lake.session import spark_session
+from pgwal_pipeline.lake.statements import table_at
+from pgwal_pipeline.local import class_archive
+from pgwal_pipeline.local.java import find_java
+from pgwal_pipeline.settings import Settings
+
+_NEWEST = "SELECT id, v, gone FROM (SELECT *, row_number() OVER (PARTITION BY id ORDER BY place DESC) AS nth FROM changes) WHERE nth = 1"
+
+
+def _publish_a_little(folder: str) -> None:
+    """Delta tables written, read and merged into; returns when the JVM is gone."""
+    from pyspark import SparkContext
+
+    settings = Settings(lake=folder, spark_master="local[2]", spark_conf={"spark.driver.memory": "1g"})
+    spark = spark_session(settings, app_name="pgwal-record-classes")
+    gateway: Any = SparkContext._gateway  # noqa: SLF001 (nothing else tells when the JVM is gone)
+    path = f"{folder}/current"
+    rows = spark.range(100).selectExpr("id", "cast(id AS string) AS v", "id % 7 = 3 AS gone", "id AS place", "timestamp_micros(id) AS at")
+    rows.selectExpr("id", "v", "gone").write.format("delta").save(path)
+    for raw, first in ((f"{folder}/raw", 50), (f"{folder}/more", 80)):
+        rows.selectExpr("id + 50 AS id", "v", "gone", "place", "at").where(f"id >= {first}").write.format("delta").save(raw)
+        spark.read.format("delta").load(raw).createOrReplaceTempView("changes")
+        spark.sql(_NEWEST).createOrReplaceTempView("newest")
+        spark.sql(
+            f"MERGE INTO {table_at(path)} t USING newest s ON t.id <=> s.id WHEN MATCHED AND s.gone THEN DELETE "
+            "WHEN MATCHED THEN UPDATE SET * WHEN NOT MATCHED AND NOT s.gone THEN INSERT *"
+        ).collect()
+    rows.write.parquet(f"{folder}/chunk")
+    spark.read.parquet(f"{folder}/chunk").join(spark.read.format("delta").load(path), "id").count()
+    spark.stop()
+    gateway.shutdown()
+    gateway.proc.stdin.close()
+    gateway.proc.wait()
+
+
+def main() -> None:
+    """Record the classes; where that cannot be, a sentence says that Spark starts slower."""
+    java = find_java()
+    if class_archive.options(java):
+        return
+    print("Recording what Spark loads, so that it starts sooner; this happens once.", file=sys.stderr, flush=True)  # noqa: T201
+    try:
+        with class_archive.recorded(java) as options, tempfile.TemporaryDirectory() as folder:
+            os.environ["SPARK_SUBMIT_OPTS"] = " ".join([os.environ.get("SPARK_SUBMIT_OPTS", ""), *options]).strip()
+            _publish_a_little(folder)
+    except PgwalError as error:
+        print(f"{error} Spark goes on without, and starts slower.", file=sys.stderr)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
