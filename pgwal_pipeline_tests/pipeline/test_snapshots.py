@@ -73,7 +73,7 @@ READ_BY_KEY = {"all_moved", "moved_behind", "moved_behind_and_on", "moved_onto_a
 def test_what_is_written_while_chunks_are_on_their_way(
     names: list[str], source: Source, make_pipeline: Callable[..., Pipeline], spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first chunk's read, before its rows are in the lake; and once more after the second's. Tables are read in `names`' order."""
+    """After the first chunk's read, before its rows are in the lake; and once more after the second's. Read in the order of `names`."""
     for name in names:
         source.sql(f"CREATE TABLE {name} (id int PRIMARY KEY, n int, body text); ALTER TABLE {name} ALTER body SET STORAGE EXTERNAL")
         source.sql(f"INSERT INTO {name} SELECT i, i, {LONG} || i FROM generate_series(1, 20) i; ANALYZE {name}")
