@@ -124,9 +124,13 @@ def _answer(as_json: bool, answer: dict[str, Any], lines: Callable[[], Iterator[
 
 
 def _settings() -> "Settings":
+    from pgwal_pipeline.postgres.dsn import parse_dsn
     from pgwal_pipeline.settings import Settings
 
-    return Settings.from_environment()
+    settings = Settings.from_environment()
+    if settings.source_dsn is not None:
+        parse_dsn(settings.dsn)
+    return settings
 
 
 def _table_names(names: tuple[str, ...]) -> "list[TableName]":
@@ -257,7 +261,7 @@ def verify(tables: tuple[str, ...], as_json: bool) -> None:
     from pgwal_pipeline import runs
 
     with _quiet_stdout():
-        answer = runs.verify(_settings(), _table_names(tables) or None)
+        answer, errors = runs.verify(_settings(), _table_names(tables) or None)
 
     def lines() -> Iterator[str]:
         for name, table in answer["tables"].items():
@@ -266,8 +270,11 @@ def verify(tables: tuple[str, ...], as_json: bool) -> None:
         yield f"{'equal' if answer['equal'] else 'different'} at {answer['lsn']}"
 
     _answer(as_json, answer, lines)
-    if not answer["equal"]:
-        raise SystemExit(1)
+    different = [name for name, table in answer["tables"].items() if not table["equal"]]
+    if different:
+        _fail(f"{', '.join(different)} differ from the source; `pgwal resnapshot` reads them again.", 1)
+    if errors and not tables:
+        _fail(f"{', '.join(errors)} could not be compared, the other tables were: {' '.join(errors.values())}", 1)
 
 
 @main.command("as-of")
@@ -307,8 +314,9 @@ def doctor(as_json: bool) -> None:
                 yield f"       {check.mend}"
 
     _answer(as_json, answer, lines)
-    if not answer["ok"]:
-        raise SystemExit(1)
+    failed = [check.name for check in checks if not check.ok]
+    if failed:
+        _fail(f"the pipeline cannot run until this is mended: {', '.join(failed)}.", 1)
 
 
 @main.command()

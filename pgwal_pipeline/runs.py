@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import dagster as dg
 
 from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import REPORT
 from pgwal_pipeline.components.processes import process_tags
-from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.errors import PgwalError, SettingError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lsn import window_key
@@ -40,17 +40,20 @@ def dagster_home() -> Path:
     """Dagster's instance folder, made if it is missing: DAGSTER_HOME, or `.dagster` in the working directory."""
     home = Path(os.environ.get("DAGSTER_HOME") or ".dagster").absolute()
     os.environ["DAGSTER_HOME"] = str(home)
-    home.mkdir(parents=True, exist_ok=True)
-    configuration = home / "dagster.yaml"
-    if not configuration.exists():
-        configuration.write_bytes((files("pgwal_pipeline") / "instance.yaml").read_bytes())
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        configuration = home / "dagster.yaml"
+        if not configuration.exists():
+            configuration.write_bytes((files("pgwal_pipeline") / "instance.yaml").read_bytes())
+    except OSError as error:
+        raise SettingError(f"DAGSTER_HOME takes a folder that can be written to, which {home} is not ({error.strerror}).") from None
     return home
 
 
 def sync(settings: Settings) -> RunReport:
     """The main job: bootstrap, snapshot what needs it while draining goes on, drain to the position read at the start, publish."""
     with _jobs(settings) as run:
-        parts: list[Part] = []
+        parts = [run.prepared]
         # A drain may find that a table was altered, which is then read again; one that is altered all the time is left for later.
         for _ in range(_ROUNDS):
             if snapshots.needed(settings):
@@ -64,30 +67,29 @@ def sync(settings: Settings) -> RunReport:
 def drain(settings: Settings) -> RunReport:
     """Only slot to raw."""
     with _jobs(settings) as run:
-        return RunReport.join(_drain(settings, run, "drain"))
+        return RunReport.join([run.prepared, *_drain(settings, run, "drain")])
 
 
 def publish(settings: Settings) -> RunReport:
     """Only raw to current; needs no source."""
-    with _jobs(settings, bootstrap=False) as run:
+    with _jobs(settings, None) as run:
         return RunReport.join(run("publish"))
 
 
 def resnapshot(settings: Settings, tables: Sequence[TableName] | None) -> RunReport:
     """Read `tables` again, all of them where it is None (then a lost or missing slot is made anew first), and publish."""
-    if tables is None:
-        drains.renew(settings, progress=progress.Silent())
-        tables = [state.table for state in Ledger(Lake(settings.lake)).tables().values() if state.state not in ("skipped", "gone")]
-    with _jobs(settings) as run:
+    with _jobs(settings, drains.renew if tables is None else drains.bootstrap) as run:
+        if tables is None:
+            tables = [state.table for state in Ledger(Lake(settings.lake)).tables().values() if state.state not in ("skipped", "gone")]
         parts = _snapshot_beside_drains(settings, run, {"tables": [str(table) for table in tables]}) if tables else []
-        return RunReport.join(parts + _drain(settings, run, "sync"))
+        return RunReport.join([run.prepared, *parts, *_drain(settings, run, "sync")])
 
 
-def verify(settings: Settings, tables: Collection[TableName] | None) -> dict[str, Any]:
-    """Compare source and `current` at one LSN; the JSON of the comparison."""
+def verify(settings: Settings, tables: Collection[TableName] | None) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Compare source and `current` at one LSN: the JSON of the comparison, and the tables in error with their reasons."""
     with _jobs(settings) as run:
-        config = {"tables": [str(table) for table in tables]} if tables is not None else {}
-        return next(dict(part["verify"]) for part in run("verify", config=config) if "verify" in part)
+        parts = run("verify", config={"tables": [str(table) for table in tables]} if tables is not None else {})
+        return next(dict(part["verify"]) for part in parts if "verify" in part), RunReport.join(parts).errors
 
 
 def _read_again(settings: Settings) -> Part:
@@ -127,11 +129,12 @@ def _snapshot_beside_drains(settings: Settings, run: "_Runner", config: Mapping[
 
 
 class _Runner:
-    """Executes jobs of this code location in one instance."""
+    """Executes jobs of this code location in one instance. `prepared` has the warnings of what had to be done before the first."""
 
-    def __init__(self, definitions: dg.Definitions, instance: dg.DagsterInstance) -> None:
+    def __init__(self, definitions: dg.Definitions, instance: dg.DagsterInstance, warnings: Sequence[str]) -> None:
         self._definitions = definitions
         self._instance = instance
+        self.prepared: Part = {"warnings": list(warnings)}
 
     def __call__(self, job_name: str, target: int | None = None, config: Mapping[str, Any] | None = None) -> list[Part]:
         """Run a job to its end, for the window that ends at `target` where it is given; the reports its steps left, in their order.
@@ -184,14 +187,20 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
+class _Prepare(Protocol):
+    def __call__(self, settings: Settings, *, progress: progress.Progress) -> object: ...
+
+
 @contextmanager
-def _jobs(settings: Settings, *, bootstrap: bool = True) -> Iterator[_Runner]:
-    """The code location's jobs, loaded after the source has all it needs, so that they know every table."""
+def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap) -> Iterator[_Runner]:
+    """The code location's jobs, loaded after `prepare` has given the source all it needs, so that they know every table."""
     dagster_home()
     logging.getLogger("dagster").setLevel(logging.CRITICAL)
-    if bootstrap:
-        drains.bootstrap(settings, progress=progress.Silent())
-    from pgwal_pipeline.definitions import defs
+    with progress.Terminal() as terminal, progress.watched_by(terminal):
+        noted = progress.Noted(terminal)
+        if prepare is not None:
+            prepare(settings, progress=noted)
+        from pgwal_pipeline.definitions import defs
 
-    with dg.DagsterInstance.get() as instance, progress.Terminal() as terminal, progress.watched_by(terminal):
-        yield _Runner(defs(), instance)
+        with dg.DagsterInstance.get() as instance:
+            yield _Runner(defs(), instance, noted.warnings)

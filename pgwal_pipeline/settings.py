@@ -24,7 +24,7 @@ def parse_size(value: Any) -> Any:
     """Bytes from `16MB`; a number is bytes already."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?[bB]?)\s*", value)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([kKMGT]?[bB]?)\s*", value)
     unit = match[2].upper() if match else ""
     if match is None or unit not in _UNITS:
         raise ValueError("a size such as 16MB or 1GB")
@@ -35,7 +35,7 @@ def parse_duration(value: Any) -> Any:
     """Seconds from `10min`; a number is seconds already."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|)\s*", value)
+    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d+)?)\s*(ms|s|min|m|h|d|)\s*", value)
     if match is None:
         raise ValueError("a duration such as 500ms, 60s, 10min, 2h or 7d")
     return float(match[1]) * _SECONDS[match[2]]
@@ -118,16 +118,17 @@ class Settings(BaseModel):
     def _lake_uri(cls, value: str) -> str:
         if re.fullmatch(r"s3a?://[^/]+(/.*)?", value):
             return "s3://" + value.split("://", 1)[1].rstrip("/")
-        if value.strip() == "" or "://" in value:
+        folder = Path(value).expanduser().absolute()
+        if value.strip() == "" or "://" in value or folder.is_file():
             raise ValueError
-        return str(Path(value).expanduser().absolute())
+        return str(folder)
 
     @property
     def dsn(self) -> str:
         """The source's connection string; libpq's own variables fill what it leaves out. Raises SettingError where no source is named."""
         if self.source_dsn is not None:
             return self.source_dsn.get_secret_value()
-        if any(os.environ.get(name) for name in ("PGHOST", "PGHOSTADDR", "PGSERVICE", "PGDATABASE")):
+        if any(os.environ.get(name) for name in ("PGHOST", "PGHOSTADDR", "PGPORT", "PGSERVICE", "PGDATABASE", "PGUSER")):
             return ""
         raise SettingError(
             "PGWAL_SOURCE_DSN is not set; it takes the source's libpq string or URI, such as postgresql://user@host/database."

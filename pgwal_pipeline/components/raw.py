@@ -17,6 +17,7 @@ from pgwal_pipeline.relation import TableName
 
 if TYPE_CHECKING:
     from pgwal_pipeline.components.resources import ReplicationSlot
+    from pgwal_pipeline.lake.ledger import Ledger
 
 
 def build_drain(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
@@ -113,6 +114,9 @@ def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[Dra
             report = window_report(done)
             others = [window for window in settled.windows if window.key != key]
             return replace(settled, windows=(report, *others), tables={**settled.tables, **report.tables}), None
+        if _drained_meanwhile(context, ledger, end):
+            context.log.info(f"Another drain went past window {key} since this run was asked for; there is nothing left to read.")
+            return settled, None
         raise dg.Failure(
             f"Window {key} cannot be drained: raw holds everything up to {format_lsn(frontier)} already, in other windows. "
             "Run the sync job for a new window instead; the lag sensor does so by itself.",
@@ -128,6 +132,13 @@ def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[Dra
     if frontier is None:
         context.log.info("There is nothing in the lake yet: the slot is made now, and the first window begins there.")
     return slot.drain(end, progress.for_run(context.log)), Look(reading.snapshot, reading.insert_lsn, at)
+
+
+def _drained_meanwhile(context: StepContext, ledger: "Ledger", end: int) -> bool:
+    """Whether the window that `end` lies in was drained only after this run was asked for."""
+    record = context.instance.get_run_record_by_id(context.run_id)
+    into = next((window for window in ledger.windows() if window.start_lsn < end <= window.end_lsn), None)
+    return record is not None and into is not None and into.at is not None and into.at >= record.create_timestamp
 
 
 def _counts(window: WindowReport | None, table: TableName) -> TableCounts:

@@ -102,9 +102,10 @@ def forget(lake: Lake, ledger: Ledger, older_than: datetime) -> int:
     ledger.forget(older_than, before)
     dropped = 0
     for table in ledger.tables():
-        # In this order: a chunk is in the ledger before its first row is in the snapshot.
+        # In this order: a reading is in the ledger before its first row is in the snapshot.
         present = generations(lake, table)
-        gone = present - ledger.generations(table)
+        state = ledger.tables()[table]
+        gone = present - ledger.generations(table) - {state.generation, state.reading, state.published}
         remove_generations(lake, table, gone)
         dropped += len(gone)
     return dropped

@@ -140,6 +140,19 @@ def on_this_machine(master: str) -> bool:
     return re.match(r"local(\[|-cluster\[|$)", master) is not None
 
 
+def reach(address: str) -> tuple[str, int]:
+    """Host and port of the Connect server `address` (`sc://…`). Raises LakeError where nobody answers there."""
+    match = re.match(r"sc://(\[[^\]]+\]|[^:/;]+)(?::(\d+))?", address)
+    host, port = (match[1].strip("[]"), int(match[2] or 15002)) if match else (address, 15002)
+    try:
+        socket.create_connection((host, port), timeout=_REMOTE_SECONDS).close()
+    except OSError as error:
+        raise LakeError(
+            f"The Spark Connect server {host}:{port} of PGWAL_SPARK_REMOTE cannot be reached ({error}); start it, or correct the address."
+        ) from None
+    return host, port
+
+
 def _local_conf(master: str, cores: int, memory: int) -> dict[str, str]:
     asked = re.search(r"\[(\d+)(?:,(\d+))?", master)
     if asked is not None:
@@ -173,15 +186,8 @@ def _remote_session(settings: Settings, address: str) -> "SparkSession":
     from pyspark.errors import PySparkException
     from pyspark.sql.connect.session import SparkSession as ConnectSession
 
-    match = re.match(r"sc://(\[[^\]]+\]|[^:/;]+)(?::(\d+))?", address)
-    host, port = (match[1].strip("[]"), int(match[2] or 15002)) if match else (address, 15002)
-    try:
-        # The client itself tries again for many minutes before it says that nobody is there.
-        socket.create_connection((host, port), timeout=_REMOTE_SECONDS).close()
-    except OSError as error:
-        raise LakeError(
-            f"The Spark Connect server {host}:{port} of PGWAL_SPARK_REMOTE cannot be reached ({error}); start it, or correct the address."
-        ) from None
+    # The client itself tries again for many minutes before it says that nobody is there.
+    host, port = reach(address)
     # pyspark.sql.functions look here for which kind of session they are to make columns for.
     os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
     try:

@@ -1,5 +1,7 @@
 """Where a `current` table stands: read from its Delta log, without Spark."""
 
+from dataclasses import dataclass
+
 from deltalake import DeltaTable, QueryBuilder
 from deltalake.exceptions import TableNotFoundError
 
@@ -11,6 +13,26 @@ FENCE = "pgwal"
 
 GENERATION = "pgwal.generation"
 """The table property that names the snapshot on which the table is built."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a table stands: its newest Delta version, the LSN up to which it holds every transaction, and the columns that it has."""
+
+    version: int
+    watermark: int
+    columns: frozenset[str]
+
+
+def standing(path: str) -> Standing | None:
+    """Where the table at `path` stands; None where there is none that this pipeline made. Raises LakeError when it cannot be read."""
+    with lake_errors(path):
+        try:
+            table = DeltaTable(path, storage_options=storage_options(path))
+        except TableNotFoundError:
+            return None
+        mark = table.transaction_version(FENCE)
+        return None if mark is None else Standing(table.version(), mark, frozenset(field.name for field in table.schema().fields))
 
 
 def open_current(path: str, version: int | None = None) -> DeltaTable | None:

@@ -50,17 +50,35 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None])
 
 def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:
     """The source's record is written before the slot is made: a slot that a crash leaves behind is then known as ours."""
+    ledger = Ledger(Lake(settings.lake))
+    require_agreement(settings, conn)
+    recorded, frontier, state = ledger.source(), ledger.frontier(), slot.inspect(conn, settings.slot)
+    published = publication.ensure(conn, settings.publication, settings.tables)
+    ours = replace(_source(settings, conn), publication_oid=published.oid)
+    if recorded != ours:
+        ledger.record_source(ours)
+    if state is None:
+        failpoints.hit("bootstrap.before_slot")
+        state = slot.create(settings.dsn, settings.slot, blocked_timeout=settings.blocked_timeout, warn=warn)
+        failpoints.hit("bootstrap.after_slot")
+    if frontier is None:
+        ledger.append_window(_origin(settings.slot, state.confirmed_flush_lsn))
+    found = looks(conn, settings.publication)
+    for table, reason in record_tables(ledger, conn, found, published.skipped).items():
+        warn(f"Table {table}: {reason}.")
+    return Attached(conn.info.server_version, state, found, dict(published.skipped))
+
+
+def require_agreement(settings: Settings, conn: Connection) -> None:
+    """Raise what `attach` raises where source, slot, publication and lake do not belong together; changes nothing."""
     lake = Lake(settings.lake)
     ledger = Ledger(lake)
-    recorded, ours = ledger.source(), _source(settings, conn)
+    recorded, ours, frontier = ledger.source(), _source(settings, conn), ledger.frontier()
     if recorded is not None:
         _require_same_source(lake, recorded, ours)
-        _require_same_history(settings, conn, recorded, ours, ledger.frontier())
-        _require_same_publication(conn, recorded, ledger.frontier())
-    published = publication.ensure(conn, settings.publication, settings.tables)
-    ours = replace(ours, publication_oid=published.oid)
+        _require_same_history(settings, conn, recorded, ours, frontier)
+        _require_same_publication(conn, recorded, frontier)
     state = slot.inspect(conn, settings.slot)
-    frontier = ledger.frontier()
     if state is not None:
         slot.require_usable(state, ours.database)
     if recorded is None and state is not None:
@@ -73,24 +91,11 @@ def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]
             f"Slot {settings.slot} is gone from the source, and with it the WAL after {format_lsn(frontier)}. "
             f"Run `pgwal resnapshot --all` to make it anew and read every table again."
         )
-    if recorded != ours:
-        ledger.record_source(ours)
-    if state is None:
-        failpoints.hit("bootstrap.before_slot")
-        state = slot.create(settings.dsn, settings.slot, blocked_timeout=settings.blocked_timeout, warn=warn)
-        failpoints.hit("bootstrap.after_slot")
-    if frontier is None:
-        ledger.append_window(_origin(settings.slot, state.confirmed_flush_lsn))
-        frontier = state.confirmed_flush_lsn
-    elif state.confirmed_flush_lsn > _durable(ledger, frontier):
+    if state is not None and frontier is not None and state.confirmed_flush_lsn > _durable(ledger, frontier):
         raise SlotLost(
             f"Slot {settings.slot} was advanced to {format_lsn(state.confirmed_flush_lsn)} by someone else, but the lake has changes up to "
             f"{format_lsn(frontier)} only. Run `pgwal resnapshot --all` to read every table again."
         )
-    found = looks(conn, settings.publication)
-    for table, reason in record_tables(ledger, conn, found, published.skipped).items():
-        warn(f"Table {table}: {reason}.")
-    return Attached(conn.info.server_version, state, found, dict(published.skipped))
 
 
 def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:

@@ -125,7 +125,7 @@ def review(run: Pass, before: Mapping[TableName, Look], told: Told, ended: Snaps
         # What the windows had of them is only in the source now.
         run.ledger.amend_tables(
             lambda known: [
-                replace(state, state="error", reason=told.refused[str(state.table)], generation=None, published=None)
+                replace(state, state="error", reason=told.refused[str(state.table)], generation=None, reading=None, published=None)
                 for state in known.values()
                 if str(state.table) in told.refused
             ]

@@ -4,12 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pgwal_pipeline.errors import PgwalError, SettingError
+from pgwal_pipeline.errors import PgwalError, SettingError, SlotLost
 from pgwal_pipeline.lake.layout import Lake, require_writable
 from pgwal_pipeline.lake.ledger import Ledger
+from pgwal_pipeline.lake.session import reach
 from pgwal_pipeline.local.java import ensure_java
 from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.pipeline.bootstrap import require_agreement
 from pgwal_pipeline.postgres import health
+from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
 
 
@@ -40,7 +43,9 @@ def examine(environment: Mapping[str, str]) -> list[Check]:
         for check in health.doctor_checks(dsn, slot=settings.slot, publication=settings.publication, globs=settings.tables)
     ]
     checks.append(_probe("lake", lambda: _lake(settings)))
-    checks.append(_probe("java", _java))
+    if all(check.ok for check in checks):  # else they have said already what is in the way
+        checks.append(_probe("agreement", lambda: _agreement(settings)))
+    checks.append(_probe("java", _java) if settings.spark_remote is None else _probe("spark", lambda: _spark(settings.spark_remote)))
     return checks
 
 
@@ -64,6 +69,23 @@ def _lake(settings: Settings) -> Check:
     return Check(
         "lake", True, f"{lake.uri} holds database {source.database} up to {format_lsn(frontier) if frontier is not None else 'nothing yet'}"
     )
+
+
+def _agreement(settings: Settings) -> Check:
+    """Whether source, slot, publication and lake belong together, as every drain looks first."""
+    try:
+        with connect(settings.dsn) as conn:
+            require_agreement(settings, conn)
+    except SlotLost as loss:
+        if settings.on_slot_loss == "stop":
+            raise
+        return Check("agreement", True, f"{loss} The next run does so, as PGWAL_ON_SLOT_LOSS=resnapshot says.")
+    return Check("agreement", True, "source, slot, publication and lake belong together")
+
+
+def _spark(address: str | None) -> Check:
+    host, port = reach(address or "")
+    return Check("spark", True, f"a Spark Connect server answers at {host}:{port}")
 
 
 def _java() -> Check:

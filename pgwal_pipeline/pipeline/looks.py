@@ -97,6 +97,9 @@ def review_tables(
         changed = []
         for table, look in found.items():
             state, earlier = known.get(table), before.get(table)
+            if state is not None and state.oid != look.relation.oid and state.state not in ("skipped", "gone"):
+                # Another table took the name while the stream was read. It joins at the next look.
+                changed.append(replace(state, state="gone", reason=_GONE))
             if state is None or earlier is None or state.storage is None or _joins(state, look):
                 continue
             seen = _reviewed(state, Storage.from_json(state.storage), earlier, look, streamed, unborn_xid, rewrites)
@@ -168,6 +171,8 @@ def _reviewed(
     if _is_read(state):
         if _had_other_name(state, streamed):
             return read_again(state, look, "it had another name for a while")
+        if any(version.key != state.key for version in versions):
+            return read_again(state, look, "its replica identity was another one for a while")
         told = _columns(earlier.relation) | _columns(look.relation) | _columns(state.relation)
         if any(column not in told and column[0] not in state.dropped for version in versions for column in _columns(version)):
             return read_again(state, look, "its columns changed more than once while the stream was read")

@@ -10,13 +10,14 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.decode.types import copy_schema
+from pgwal_pipeline.decode.types import change_schema, copy_schema
 from pgwal_pipeline.errors import LakeError, SettingError, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake.current import MergeRequest, MergeResult, ReplaceRequest, Unresolved
 from pgwal_pipeline.lake.fold import ChunkSnapshot, Traits
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, Publish, TablePointer, TableState, Window
+from pgwal_pipeline.lake.raw import ensure_raw_table
 from pgwal_pipeline.lake.schema import schema_json
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish
 from pgwal_pipeline.postgres import slot
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _SIDE_BY_SIDE = 4  # tables merged at once in one session
+_LOOKS = 16  # tables whose Delta log is looked at at once
 _TIMES_A_KEY = 3  # that a row is read again by its key before its table is given up
 _MANY = 20  # rows named by an error, which then may be of thousands
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What brings one table to the frontier. `pointer` is where its last publish stands; nothing is to be done where `request` is None."""
+    """What brings one table to the frontier. Nothing is to be done where `request` is None: it stands there already, at `pointer`."""
 
     state: TableState
     pointer: TablePointer | None
@@ -90,7 +92,7 @@ def _publish(
         opening = time.perf_counter()
         spark = spark_factory()
         session_seconds = time.perf_counter() - opening
-        outcomes = _merge_all(spark, to_do, progress)
+        outcomes = _merge_all(lake, spark, to_do, progress)
     pointers, errors, warnings = _settle(ledger, works, outcomes)
     failpoints.hit("publish.before_record")
     if tables is None and (last is None or frontier > last.lsn or pointers != last.tables) and (pointers or last is not None):
@@ -107,47 +109,48 @@ def _publish(
 
 
 def _plan(lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> list[_Work]:
-    states = ledger.tables().values()
-    replaced = any(state.generation != state.published for state in states)
-    since = 0 if last is None or replaced else last.lsn
-    windows = [window for window in ledger.windows(since) if window.state == "complete" and window.end_lsn <= frontier]
+    states = [state for state in ledger.tables().values() if state.state == "ready" and None not in (state.generation, state.relation)]
     published = last.tables if last is not None else {}
-    works = []
-    for state in states:
-        if state.state != "ready" or state.generation is None or state.relation is None:
-            continue
+    # A table that the last publish left out may stand anywhere before it.
+    from_last = all(state.generation == state.published and state.table in published for state in states)
+    windows = [
+        window
+        for window in ledger.windows(last.lsn if last is not None and from_last else 0)
+        if window.state == "complete" and window.end_lsn <= frontier
+    ]
+
+    def work(state: TableState) -> _Work | None:
+        assert state.relation is not None
         whole = state.required_lsn is not None and state.required_lsn <= frontier
         if state.generation != state.published and whole:
-            works.append(_Work(state, None, _replace_request(lake, ledger, state, state.relation, windows, frontier)))
-        elif state.published is not None:
-            since = last.lsn if last is not None and state.table in last.tables else 0
-            works.append(_merge_work(lake, state, state.relation, windows, frontier, since, published.get(state.table)))
-    return works
+            return _Work(state, None, _replace_request(lake, ledger, state, state.relation, windows, frontier))
+        return None if state.published is None else _merge_work(lake, state, state.relation, windows, frontier)
+
+    with ThreadPoolExecutor(_LOOKS, "pgwal-look") as pool:
+        return [found for found in pool.map(work, states) if found is not None]
 
 
-def _merge_work(
-    lake: Lake, state: TableState, relation: Relation, windows: list[Window], frontier: int, since: int, pointer: TablePointer | None
-) -> _Work:
-    """The merge from the table's own watermark, none where no window holds a row past it.
+def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list[Window], frontier: int) -> _Work:
+    """The merge from the table's own watermark; none where no window holds a row past it and it has every column.
 
-    The watermark may lie past the last publish: a publish that died had merged this table, or it was merged by itself.
+    The watermark may lie past the last publish: a publish that died had merged this table, or it was merged by itself. Its newest version
+    counts, which maintenance may have made, or a replacement that was in no publish yet.
     """
-    if pointer is not None and not _writes(state, (window for window in windows if window.end_lsn > since)):
-        return _Work(state, pointer, None)
     path = lake.current(state.table)
-    watermark = current.watermark(path)
-    if watermark is None:
+    stands = current.standing(path)
+    if stands is None:
         raise LakeError(f"The current table of {state.table} at {path} is gone; run `pgwal resnapshot '{state.table}'` to build it again.")
-    fresh = [window for window in windows if window.end_lsn > watermark]
-    if not _writes(state, fresh):
-        return _Work(state, TablePointer(path, current.version(path)), None)
+    fresh = [window for window in windows if window.end_lsn > stands.watermark]
+    pointer = TablePointer(path, stands.version)
+    if not _writes(state, fresh) and stands.columns.issuperset(relation.column_names):
+        return _Work(state, pointer, None)
     request = MergeRequest(
         table=state.table,
         raw_path=lake.raw(state.table),
         current_path=path,
         key=relation.key,
         columns=relation.column_names,
-        from_lsn=watermark,
+        from_lsn=stands.watermark,
         to_lsn=frontier,
         traits=_traits(state, fresh),
         schema_json=schema_json(copy_schema(relation)),
@@ -210,7 +213,7 @@ def _traits(state: TableState, windows: Iterable[Window]) -> Traits:
     )
 
 
-def _merge_all(spark: "SparkSession", works: list[_Work], progress: Progress) -> dict[TableName, MergeResult | TableError]:
+def _merge_all(lake: Lake, spark: "SparkSession", works: list[_Work], progress: Progress) -> dict[TableName, MergeResult | TableError]:
     outcomes: dict[TableName, MergeResult | TableError] = {}
 
     def one(work: _Work) -> tuple[TableName, MergeResult | TableError]:
@@ -219,6 +222,9 @@ def _merge_all(spark: "SparkSession", works: list[_Work], progress: Progress) ->
             if isinstance(request, ReplaceRequest):
                 return work.state.table, current.replace(spark, request)
             assert request is not None
+            if not request.rows:  # a column that no row has yet
+                assert work.state.relation is not None
+                ensure_raw_table(lake, work.state.table, change_schema(work.state.relation))
             return work.state.table, current.merge(spark, request)
         except TableError as error:
             return work.state.table, error

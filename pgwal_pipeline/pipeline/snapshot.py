@@ -7,7 +7,7 @@ publish applies an event on top of a chunk's row only if the event's transaction
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -70,15 +70,16 @@ def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *,
         reports: list[SnapshotReport] = []
         blocked: dict[TableName, str] = {}
         for planned in sorted(todo, key=lambda state: state.joined_xid or 0):
-            # A drain beside may have met changes of the table since.
-            state = ledger.tables()[planned.table]
-            if state.table not in published or state.state in ("skipped", "gone"):
-                continue
-            if tables is not None:
-                state = replace(state, reading=None)
+            state = planned
             try:
                 if state.joined_xid is not None:
                     copy.wait_for_transactions(conn, state.joined_xid, max(0.0, waiting - time.monotonic()), noted.warn)
+                # A drain beside may have met changes of the table since.
+                state = ledger.tables()[planned.table]
+                if state.table not in published or state.state in ("skipped", "gone"):
+                    continue
+                if tables is not None:
+                    state = replace(state, reading=None)
                 reports.append(_TableRead(settings, conn, ledger, state, published[state.table], noted, watch).run())
             except BlockedByTransaction as error:
                 blocked[state.table] = str(error)
@@ -93,9 +94,14 @@ def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *,
 def _note(ledger: Ledger, state: TableState, error: TableError) -> None:
     """Put a table that cannot be read in error; one that was altered under the reader's hands is begun anew the next time."""
     if isinstance(error, copy.TableChanged):
-        ledger.amend_tables(lambda known: [replace(known.get(state.table, state), reading=None, reason=str(error))])
+        ledger.amend_tables(lambda known: [_interrupted(known.get(state.table, state), str(error))])
     else:
         ledger.amend_tables(lambda known: [replace(known.get(state.table, state), state="error", reading=None, reason=str(error))])
+
+
+def _interrupted(known: TableState, why: str) -> TableState:
+    """A table whose reading is of no use any more; what a drain has found about it says why, if one has."""
+    return replace(known, reading=None, reason=known.reason or why)
 
 
 def _followed(states: dict[TableName, TableState], table: TableName) -> TableState:
@@ -118,7 +124,7 @@ class _TableRead:
     progress: Progress
     watch: SlotWatch
     _stop: threading.Event = field(default_factory=threading.Event)
-    _standing: Future[None] = field(default_factory=Future)  # done once the reading stands in the ledger
+    _planning: Future[None] = field(default_factory=Future)  # done once all chunks stand in the ledger
     _rows: dict[int, int] = field(default_factory=dict)  # by chunk, as they come
     _bytes: dict[int, int] = field(default_factory=dict)
 
@@ -131,16 +137,18 @@ class _TableRead:
             state = replace(self.state, relation=relation, key=relation.key)
             done: list[Chunk] = []
             # Of a table without a key all rows are to be read under one snapshot, and the one of a reading that died has gone.
-            if state.reading is None or exported is not None:
-                visible = "ready" if state.published is not None else "snapshotting"
-                state = replace(state, state=visible, reason=None, reading=uuid.uuid4().hex, joined_xid=None)
-                missing = self._planned(state)
-            else:
-                self._stand(state, ())
-                known = self.ledger.chunks(state.table, state.reading)
+            known = () if state.reading is None or exported is not None else self.ledger.chunks(state.table, state.reading)
+            if known:
                 done = [chunk for chunk in known if chunk.attempt is not None]
                 missing = iter([chunk for chunk in known if chunk.attempt is None])
+                self._planning.set_result(None)
+            else:
+                # While one in error is read again, it is in no publish: what it missed until then is in its new rows alone.
+                visible = "ready" if state.published is not None and state.state != "error" else "snapshotting"
+                state = replace(state, state=visible, reason=None, reading=uuid.uuid4().hex, joined_xid=None)
+                missing = self._planned(state)
             assert state.reading is not None
+            self._amend(state, lambda known: None if _altered(known, self.state) else _begun(known, state))
             writer = SnapshotWriter(Lake(self.settings.lake), relation, state.reading)
             writer.begin(copy_schema(relation))
             self._rows = {chunk.chunk: chunk.rows for chunk in done}
@@ -148,7 +156,7 @@ class _TableRead:
             done += self._read(missing, writer, exported)
         # TRUNCATE and rewriting DDL are not MVCC-safe: only what was written after the last read is surely in the stream alone.
         required = max([catalog.insert_lsn(self.conn), *(chunk.insert_lsn or 0 for chunk in done)])
-        self.ledger.amend_tables(lambda known: [_whole(known.get(state.table, state), state, required)])
+        self._amend(state, lambda known: _whole(known, state, required) if known.reading == state.reading else None)
         failpoints.hit("snapshot.after_table")
         return SnapshotReport(
             table=state.table,
@@ -159,22 +167,29 @@ class _TableRead:
             started=started,
         )
 
+    def _amend(self, state: TableState, change: Callable[[TableState], TableState | None]) -> None:
+        """Write down what becomes of the table's state; raises TableChanged where `change` gives None, since a drain met something else."""
+        refused = []
+
+        def decide(known: Mapping[TableName, TableState]) -> list[TableState]:
+            changed = change(known.get(state.table, state))
+            refused[:] = [] if changed is not None else [state.table]
+            return [] if changed is None else [changed]
+
+        self.ledger.amend_tables(decide)
+        if refused:
+            raise copy.TableChanged(str(state.table), f"Table {state.table} was altered while it was read; it is read again.")
+
     def _planned(self, state: TableState) -> Iterator[Chunk]:
-        """The chunks of a new reading, as they are found; with the last of them they stand in the ledger."""
+        """The chunks of a new reading, as they are found; with the last of them they stand in the ledger, and what was read counts."""
         assert state.reading is not None
         chunks: list[Chunk] = []
         bounds = copy.plan_chunks(self.conn, self.published.relation, self.settings.snapshot_chunk_rows)
         for number, bound in enumerate(bounds):
             chunks.append(Chunk(table=state.table, generation=state.reading, chunk=number, lower=bound.lower, upper=bound.upper))
             yield chunks[-1]
-        self._stand(state, chunks)
-
-    def _stand(self, state: TableState, chunks: Collection[Chunk]) -> None:
-        """Have the reading of `state` stand in the ledger, with its `chunks` where it is new: from now on what is read counts."""
-        if chunks:
-            self.ledger.record_chunks(chunks)
-        self.ledger.amend_tables(lambda known: [_begun(known.get(state.table, state), state)])
-        self._standing.set_result(None)
+        self.ledger.record_chunks(chunks)
+        self._planning.set_result(None)
 
     def _read(self, chunks: Iterator[Chunk], writer: SnapshotWriter, exported: str | None) -> list[Chunk]:
         """Read chunks side by side, the first while others are still looked for; the first failure stops the others."""
@@ -194,7 +209,7 @@ class _TableRead:
                     self.watch.look()
             finally:
                 self._stop.set()
-                self._standing.cancel()
+                self._planning.cancel()
                 for future in pending:
                     future.cancel()
         return done
@@ -228,7 +243,7 @@ class _TableRead:
         )
         written = writer.write(attempt, self._counted(chunk.chunk, rows))
         failpoints.hit("snapshot.before_chunk_record")
-        self._standing.result()
+        self._planning.result()
         read = rows.read
         assert read is not None
         finished = replace(chunk, attempt=attempt, rows=written.rows, bytes=read.bytes, snapshot=read.snapshot, insert_lsn=read.insert_lsn)
@@ -244,6 +259,11 @@ class _TableRead:
             self._bytes[number] += piece.nbytes
             yield piece
         failpoints.hit("snapshot.between_read_and_write")
+
+
+def _altered(known: TableState, seen: TableState) -> bool:
+    """Whether a drain beside has found something about a table since it was looked up for a reading."""
+    return (known.oid, known.state, known.reason, known.storage) != (seen.oid, seen.state, seen.reason, seen.storage)
 
 
 def _begun(known: TableState, state: TableState) -> TableState:

@@ -38,17 +38,21 @@ def verify(
     """Bring `current` to the LSN of a snapshot of the source, and compare the two there.
 
     A temporary slot gives that pair: the transactions with a commit LSN below its consistent point are just those that its exported
-    snapshot sees. Making it waits for the transactions that are open. Raises SourceRefused for a table that is not followed,
-    SourceUnavailable for one that was truncated or rewritten meanwhile.
+    snapshot sees. Making it waits for the transactions that are open, PGWAL_BLOCKED_TIMEOUT at most. Without `tables` all are compared that
+    are published; the report's `publish` names those in error. Raises SourceRefused for one of `tables` that is not followed, or where none
+    is published, SourceUnavailable for one that was truncated or rewritten meanwhile.
     """
     lake = Lake(settings.lake)
     files = _files(settings)
-    with slot.create_with_snapshot(settings.dsn, f"{settings.slot}_v_{os.getpid()}") as (lsn, exported):
+    name = f"{settings.slot}_v_{os.getpid()}"
+    with slot.create_with_snapshot(settings.dsn, name, blocked_timeout=settings.blocked_timeout, warn=progress.warn) as (lsn, exported):
         drained = drain(settings, end_lsn=lsn, progress=progress)
         published = publish(settings, spark_factory, progress=progress)
         with connect(settings.dsn) as conn:
             sources = {table.relation.table: table for table in catalog.published_tables(conn, settings.publication)}
-        names = sorted(published.tables) if tables is None else list(tables)
+        names = sorted(table for table, found in published.tables.items() if found.version is not None) if tables is None else list(tables)
+        if sources and not names:
+            raise SourceRefused("No table has a published current to compare with yet; run `pgwal sync` first.")
         comparisons = {}
         for done, name in enumerate(names):
             pointer, source = published.tables.get(name), sources.get(name)

@@ -47,6 +47,7 @@ __all__ = [
 _WARN_AFTER = 5.0  # seconds of waiting before those who are waited for are named
 _LOOK_EVERY = 1.0  # seconds between two looks at them
 _CANCEL_TIMEOUT = 10.0  # seconds for a cancelled command to end
+_LONGEST_TIMEOUT = 2**31 - 1  # milliseconds that the server takes as a time-out
 
 
 def create(dsn: str, name: str, *, blocked_timeout: float, warn: Callable[[str], None]) -> SlotState:
@@ -64,7 +65,8 @@ def create(dsn: str, name: str, *, blocked_timeout: float, warn: Callable[[str],
             # Should this process die, the server is to give up by itself.
             with suppress(psycopg.Error):
                 making.execute("SET client_connection_check_interval = '2s'")
-            making.execute(f"SET statement_timeout = {int((blocked_timeout + 2 * _CANCEL_TIMEOUT) * 1000)}".encode())
+            milliseconds = (blocked_timeout + 2 * _CANCEL_TIMEOUT) * 1000
+            making.execute(f"SET statement_timeout = {int(milliseconds) if milliseconds <= _LONGEST_TIMEOUT else 0}".encode())
             command = (
                 f"SELECT pg_catalog.pg_create_logical_replication_slot('{name}', '{PLUGIN}', false, false{', true' if failover else ''})"
             )
