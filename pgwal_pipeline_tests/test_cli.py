@@ -140,6 +140,41 @@ def test_bad_settings_are_one_sentence(environment: dict[str, str], code: int, n
     assert not (tmp_path / "lake").exists()
 
 
+@pytest.mark.parametrize("command", ["status", "publish"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PGWAL_SOURCE_DSN", "postgresql://host:port:x/db"), ("PGWAL_LAKE", "{file}"), ("PGWAL_LAG_THRESHOLD", "9" * 400)],
+)
+def test_a_wrong_setting_is_told_by_commands_that_need_no_source_too(command: str, name: str, value: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, out, err = Commands(tmp_path, "").run(command, **{name: value.format(file=tmp_path / "file")})
+    assert (code, out) == (2, "")
+    assert name in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_place_that_is_no_folder_for_dagster(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, out, err = Commands(tmp_path, "").run("publish", DAGSTER_HOME=str(tmp_path / "file"))
+    assert (code, out) == (2, "")
+    assert "DAGSTER_HOME" in err
+
+
+def test_who_holds_up_the_slot_is_named_by_the_command_that_makes_it(source: Source, commands: Commands) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY)")
+    old = source.connect(autocommit=False)
+    old.execute("INSERT INTO t VALUES (1)")
+    process = commands.start("drain", "--json")
+    wait_for(lambda: source.sql("SELECT 1 FROM pg_replication_slots WHERE slot_name = 'cli_test'"), seconds=60, what="the slot to begin")
+    time.sleep(8)
+    old.commit()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    waiting = f"pid {old.info.backend_pid}"
+    assert waiting in err
+    assert any(waiting in warning for warning in json.loads(out)["warnings"])
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak)])
 def test_interrupted_sync_ends_clean(
     number: signal.Signals, code: int, source: Source, commands: Commands, tmp_path: Path, request: pytest.FixtureRequest

@@ -136,7 +136,7 @@ def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[Dra
 
 def _drained_meanwhile(context: StepContext, ledger: "Ledger", end: int) -> bool:
     """Whether the window that `end` lies in was drained only after this run was asked for."""
-    record = context.instance.get_run_record_by_id(context.run_id)
+    record = context.instance.get_run_record_by_id(context.run.run_id)
     into = next((window for window in ledger.windows() if window.start_lsn < end <= window.end_lsn), None)
     return record is not None and into is not None and into.at is not None and into.at >= record.create_timestamp
 

@@ -60,8 +60,14 @@ def recorded(java: Java) -> Iterator[list[str]]:
 
 
 def _folder(java: Java) -> Path:
-    """One for each Java and each Spark: a JVM takes none that was recorded with other files."""
+    """One for each Java, by its own files and not the links to them, and each Spark: a JVM takes none recorded with other files."""
     jars = spark_home() / "jars"
     release = java.home / "release"
-    parts = (java.home.resolve(), release.read_text() if release.is_file() else "", jars, version("pyspark"), jars.stat().st_mtime_ns)
+    parts = (
+        (java.home / "lib").resolve(),
+        release.read_text() if release.is_file() else "",
+        jars,
+        version("pyspark"),
+        jars.stat().st_mtime_ns,
+    )
     return _PLACE / f"classes-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"

@@ -26,6 +26,7 @@ from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.support import fresh_source
 
 ROOT = Path(code_location.__file__).parents[1]
+QUIET = 30.0  # seconds, in which a sensor looks several times
 PATIENCE = 500.0  # seconds; a quiet machine needs a twentieth of it
 ORDERS, LATER = TableName("public", "orders"), TableName("public", "later")
 NAMES = AssetNames("pgwal")
@@ -141,15 +142,17 @@ def test_the_ui_alone_is_enough(server: Postgres, stack: ExitStack, tmp_path: Pa
         wait_for("the changes after the outage", lambda: current(ORDERS) == 40, dev)
 
         # Then all is quiet, and stays so.
-        def active() -> bool:
-            return bool(instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.QUEUED])))
+        seen, since = -1, time.monotonic()
 
-        wait_for("the last run to end", lambda: not active(), dev)
-        time.sleep(10)
-        wait_for("the last run to end", lambda: not active(), dev)
-        runs = instance.get_runs_count()
-        time.sleep(15)
-        assert instance.get_runs_count() == runs
+        def quiet() -> bool:
+            nonlocal seen, since
+            runs = instance.get_runs_count()
+            active = instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.QUEUED]))
+            if active or runs != seen:
+                seen, since = runs, time.monotonic()
+            return time.monotonic() - since > QUIET
+
+        wait_for("half a minute without a run", quiet, dev)
         assert instance.get_latest_materialization_event(NAMES.slot) is not None
         assert instance.get_runs(limit=1)[0].is_success
     dev.stop()

@@ -11,6 +11,7 @@ from pgwal_pipeline.errors import LakeError, PgwalError, SlotLost
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
+from pgwal_pipeline.pipeline.doctor import examine
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.postgres.standby import standby_of
@@ -84,6 +85,25 @@ def test_a_slot_of_another_plugin_or_database_is_named(source: Source, make_pipe
     source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
     source.sql("SELECT pg_create_logical_replication_slot(%s, 'test_decoding')", pipeline.settings.slot)
     refused(pipeline, PgwalError, "test_decoding")
+
+
+def test_the_doctor_finds_what_would_stop_a_run(source: Source, make_pipeline: MakePipeline) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1)")
+    pipeline = make_pipeline()
+
+    def wrong(**environment: str) -> dict[str, str]:
+        return {check.name: check.found for check in examine(pipeline.environment(**environment)) if not check.ok}
+
+    assert wrong() == {}
+    pipeline.drain()
+    assert wrong() == {}
+    assert list(wrong(PGWAL_LAKE=f"{pipeline.settings.lake}_new")) == ["agreement"]
+    assert list(wrong(PGWAL_SPARK_REMOTE="sc://127.0.0.1:1")) == ["spark"]
+    source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
+    assert "is gone from the source" in wrong()["agreement"]
+    assert wrong(PGWAL_ON_SLOT_LOSS="resnapshot") == {}
+    drains.renew(pipeline.settings, progress=Silent())
+    assert wrong() == {}
 
 
 @pytest.mark.parametrize("why", ["size", "idle"])

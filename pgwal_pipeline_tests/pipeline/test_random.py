@@ -27,7 +27,7 @@ from pgwal_pipeline_tests.pipeline.random_workload import Table, Workload
 from pgwal_pipeline_tests.support import Source, fresh_source
 
 _QUICK_SEED, _QUICK_ROUNDS = 11, 2
-_CHANGES = 150  # statements a round
+_CHANGES = 120  # statements a round
 _SETTLED_WITHIN = 8  # rounds of reading, draining and publishing after which nothing may be left to read
 
 

@@ -1,6 +1,6 @@
 """Tables that are altered between two runs and within one, with rows before and after and without: `current` is what the source holds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -59,8 +59,20 @@ CHANGES: dict[str, tuple[str, bool]] = {
 }
 
 
-# One of each kind, for what comes after.
-FOLLOWED_ON = ("add", "drop", "drop_add_type", "rename", "narrow", "key_dropped", "key_changed", "identity", "made_anew", "truncate")
+# One of each kind.
+FOLLOWED_ON = (
+    "add",
+    "drop",
+    "drop_add_type",
+    "rename",
+    "narrow",
+    "key_dropped",
+    "key_changed",
+    "identity",
+    "made_anew",
+    "truncate",
+    "several",
+)
 
 
 def run(source: Source, statements: str, table: str) -> None:
@@ -89,9 +101,9 @@ def converge(pipeline: Pipeline) -> None:
             return
 
 
-def altered_tables(source: Source, kinds: Mapping[str, tuple[bool, bool]]) -> dict[str, tuple[str, bool, bool]]:
+def altered_tables(source: Source, changes: Iterable[str], kinds: Mapping[str, tuple[bool, bool]]) -> dict[str, tuple[str, bool, bool]]:
     """A table for each change and each kind of rows about it (before it, after it)."""
-    tables = {f"{change}_{kind}": (change, *when) for change in CHANGES for kind, when in kinds.items()}
+    tables = {f"{change}_{kind}": (change, *when) for change in changes for kind, when in kinds.items()}
     for table in tables:
         source.sql(f"CREATE TABLE {table} ({COLUMNS})")
         fill(source, table, 1, 6)
@@ -110,7 +122,7 @@ def alter(source: Source, tables: Mapping[str, tuple[str, bool, bool]]) -> None:
 def test_only_what_the_stream_does_not_tell_is_read_again(source: Source, make_pipeline: Callable[..., Pipeline]) -> None:
     kinds = {"before": (True, False), "after": (False, True), "both": (True, True), "neither": (False, False)}
     pipeline = make_pipeline()
-    tables = altered_tables(source, kinds)
+    tables = altered_tables(source, CHANGES, kinds)
     drains.bootstrap(pipeline.settings, progress=Silent())
     pipeline.snapshot()
     pipeline.drain()
@@ -124,8 +136,9 @@ def test_only_what_the_stream_does_not_tell_is_read_again(source: Source, make_p
     assert {state.state for state in pipeline.ledger.tables().values()} == {"ready"}
 
 
-def test_altered_between_runs(source: Source, pipeline: Pipeline) -> None:
-    tables = altered_tables(source, {"both": (True, True)})
+@pytest.mark.parametrize("changes", [FOLLOWED_ON, pytest.param(tuple(CHANGES), marks=pytest.mark.soak)], ids=["some", "all"])
+def test_altered_between_runs(changes: tuple[str, ...], source: Source, pipeline: Pipeline) -> None:
+    tables = altered_tables(source, changes, {"both": (True, True)})
     pipeline.sync()
     before = generations(pipeline)
     alter(source, tables)

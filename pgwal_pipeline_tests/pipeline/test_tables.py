@@ -158,7 +158,7 @@ def test_kinds_of_tables(source: Source, pipeline: Pipeline) -> None:
     assert (states["quick"], "seen" in states) == ("skipped", False)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.soak
 def test_a_thousand_columns(source: Source, pipeline: Pipeline) -> None:
     source.sql(f"CREATE TABLE wide (id int PRIMARY KEY, {', '.join(f'c{n} int' for n in range(999))})")
     source.sql("INSERT INTO wide (id, c0, c998) VALUES (1, 2, 3)")
