@@ -112,7 +112,7 @@ def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) 
     if recorded is not None:
         _require_same_source(ledger.lake, recorded, ours)
     if frontier is not None and recorded is not None and _gap(settings, conn, ledger, recorded, ours, frontier, state):
-        if (end := catalog.flush_lsn(conn)) <= frontier:
+        if (end := catalog.insert_lsn(conn)) < frontier:
             raise LakeError(
                 f"The source's WAL ends at {format_lsn(end)}, but the lake {settings.lake} stands at {format_lsn(frontier)} already, and "
                 f"cannot go back. Set PGWAL_LAKE to another place to begin anew."
