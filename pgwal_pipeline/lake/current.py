@@ -6,6 +6,7 @@ the executors.
 """
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as altered
@@ -71,6 +72,8 @@ _MERGE_CONF = {
     # Delta reads the source of a MERGE three times: folded anew each time otherwise.
     "spark.databricks.delta.merge.materializeSource": "all",
 }
+_HISTORY_HOURS = 30 * 24
+"""For how long versions of a table can be read at least, as long as their files are there: as long as Delta keeps its log anyway."""
 _MAPPED = frozenset(" ,;{}()\n\t=")
 
 
@@ -192,10 +195,25 @@ def optimize(spark: "SparkSession", path: str) -> int:
 def vacuum(spark: "SparkSession", path: str, retention_hours: float) -> None:
     """Delete the files that no version of the last `retention_hours` needs; older versions cannot be read afterwards."""
     with isolated(spark, {}) as session, failures(path):
+        _keep_readable(session, path, max(math.ceil(retention_hours), _HISTORY_HOURS))
         session.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
+        # Otherwise the table's property counts, whatever RETAIN says.
+        session.conf.set("spark.databricks.delta.vacuum.retentionWindowIgnore.enabled", "false")
         # Listing starts as many tasks, ten thousand by default.
         session.conf.set("spark.sql.sources.parallelPartitionDiscovery.parallelism", "8")
         session.sql(f"VACUUM {statements.table_at(path)} RETAIN {retention_hours} HOURS").collect()
+
+
+def _keep_readable(session: "SparkSession", path: str, hours: int) -> None:
+    """Let versions of the last `hours` be read: Spark refuses those committed before the table's property, be their files there or not."""
+    table = open_current(path)
+    found = {} if table is None else table.metadata().configuration
+    if any(found.get(name) != value for name, value in _readable(hours).items()):
+        session.sql(statements.set_properties(path, _readable(hours))).collect()
+
+
+def _readable(hours: int) -> dict[str, str]:
+    return dict.fromkeys(("delta.logRetentionDuration", "delta.deletedFileRetentionDuration"), f"interval {hours} hours")
 
 
 def _merge(session: "SparkSession", request: MergeRequest) -> MergeResult:
@@ -305,7 +323,7 @@ def _replace(session: "SparkSession", request: ReplaceRequest, fence: Mapping[st
         else:
             whole, lacking = base.rows_of_bag(source, rows, steps, shape), None
         whole = _with_dropped(whole, shape, _read(session, path) if request.keep else None, request.keep)
-    properties = {"delta.enableDeletionVectors": "true", GENERATION: request.generation}
+    properties = {"delta.enableDeletionVectors": "true", GENERATION: request.generation, **_readable(_HISTORY_HOURS)}
     if any(_MAPPED.intersection(name) for name in shape.columns):
         properties["delta.columnMapping.mode"] = "name"
     with table_failures(shape, lambda: lacking):

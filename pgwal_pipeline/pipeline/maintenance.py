@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +73,7 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
     progress.say(f"There are {joined} files fewer after joining small ones; {removed} that nothing needs any more are removed.")
 
     started = time.perf_counter()
-    paths = sorted(pointer.path for pointer in publish.tables.values()) if publish is not None else []
-    optimized, warnings = _tidy_alone(settings, spark_factory, paths, history, progress) if paths else (0, [])
+    optimized, warnings = _tidy_alone(settings, spark_factory, ledger, history, progress) if publish and publish.tables else (0, [])
     seconds["current"] = time.perf_counter() - started
     kept = [window.key for window in ledger.windows() if window.state != "pruned"]
     return MaintenanceReport(
@@ -88,12 +87,26 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
 
 
 def _tidy_alone(
-    settings: Settings, spark_factory: Callable[[], "SparkSession"], paths: list[str], history: timedelta, progress: Progress
+    settings: Settings, spark_factory: Callable[[], "SparkSession"], ledger: Ledger, history: timedelta, progress: Progress
 ) -> tuple[int, list[str]]:
-    """As `_tidy_current`, but not beside a publish; one that goes on for longer than PGWAL_BUSY_TIMEOUT puts it off till the next time."""
+    """As `_tidy_current`, but not beside a publish; one that goes on for longer than PGWAL_BUSY_TIMEOUT puts it off till the next time.
+
+    The newest publish then names the versions that were made, which hold the same rows: the files of those before go one day.
+    """
     try:
         with alone(settings):
-            return _tidy_current(spark_factory(), paths, history, progress)
+            publish = ledger.publish()
+            assert publish is not None
+            paths = sorted(pointer.path for pointer in publish.tables.values())
+            newest = {path: current.version(path) for path in paths}
+            done = _tidy_current(spark_factory(), paths, history, progress)
+            tidied = {
+                table: replace(pointer, version=current.version(pointer.path)) if newest[pointer.path] == pointer.version else pointer
+                for table, pointer in publish.tables.items()
+            }
+            if tidied != publish.tables:
+                ledger.record_publish(replace(publish, tables=tidied))
+            return done
     except SlotBusy as error:
         progress.warn(str(error))
         return 0, [str(error)]

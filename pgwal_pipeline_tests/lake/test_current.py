@@ -1,7 +1,10 @@
 """Merging and replacing `current` tables: fences, faults, TRUNCATE, changing columns, odd keys, bags, and Spark Connect."""
 
+import os
 import random
+import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -295,6 +298,27 @@ def test_upkeep_keeps_rows_and_watermark(spark: "SparkSession", things: Path) ->
     assert before
     assert not any(Path(file.removeprefix("file://")).exists() for file in before)
     assert values(things / "current", "id", "body") == [(1, "new"), (2, "two")]
+
+
+def test_what_is_older_goes_when_it_was_asked_to_and_not_by_the_tables_own_measure(spark: "SparkSession", things: Path) -> None:
+    path = things / "current"
+    merge(spark, next_window(things))
+    before = {Path(file.removeprefix("file://")).name for file in DeltaTable(path).file_uris()}
+    current.optimize(spark, str(path))
+    aged = things / "aged"  # at another place, for Spark remembers logs
+    shutil.copytree(path, aged, ignore=shutil.ignore_patterns("*.crc"))
+    long_ago = int((time.time() - 20 * 86400) * 1000)
+    for log in aged.glob("_delta_log/*.json"):
+        log.write_text(re.sub(r'("deletionTimestamp":)\d+', rf"\g<1>{long_ago}", log.read_text()))
+    for file in aged.glob("*.parquet"):
+        os.utime(file, (long_ago / 1000, long_ago / 1000))
+    current.vacuum(spark, str(aged), 30 * 24)
+    assert before <= {file.name for file in aged.glob("*.parquet")}
+    current.vacuum(spark, str(aged), 10 * 24)
+    assert not before & {file.name for file in aged.glob("*.parquet")}
+    current.vacuum(spark, str(aged), 60 * 24)
+    found = DeltaTable(aged).metadata().configuration
+    assert found["delta.deletedFileRetentionDuration"] == found["delta.logRetentionDuration"] == "interval 1440 hours"
 
 
 # --- Spark Connect ---

@@ -17,6 +17,7 @@ from pgwal_pipeline.lake import maintenance as lakes
 from pgwal_pipeline.lake.ledger import TablePointer, TableState
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
+from pgwal_pipeline.pipeline.maintenance import maintain
 from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline.postgres import copy
 from pgwal_pipeline.progress import Silent
@@ -125,8 +126,17 @@ def test_a_publish_names_the_newest_version_of_a_table_that_did_not_change(readi
         reading.source.sql(f"UPDATE t SET v = 'w' WHERE id = {number + 1}")
         reading.sync()
     path = reading.lake.current(T)
+    before = reading.ledger.publish()
+    assert before is not None
+    maintain(reading.settings, reading.spark, progress=Silent())
+    assert current.version(path) > before.tables[T].version
+    assert pointer(reading, T) == TablePointer(path, current.version(path))
+    assert [publish.lsn for publish in reading.ledger.publishes()].count(before.lsn) == 1
     current.optimize(reading.spark(), path)
-    reading.source.sql("INSERT INTO other VALUES (1)")
+    reading.source.sql("UPDATE t SET v = 'x' WHERE id = 9; INSERT INTO other VALUES (1)")
+    reading.sync()
+    current.optimize(reading.spark(), path)
+    reading.source.sql("INSERT INTO other VALUES (2)")
     reading.sync()
     assert pointer(reading, T) == TablePointer(path, current.version(path))
 
