@@ -185,10 +185,11 @@ def _windows(run: Pass, attached: Attached, frontier: int, end: int, ended: str)
             plan = None
             break
         windows, before = done
+        # They ran side by side: the time that passed counts once, and what it was spent on as in the one that took longest.
+        passed = time.perf_counter() - started
+        longest = {stage: min(passed, max(window.seconds.get(stage, 0.0) for window in windows)) for stage in ("decode", "write")}
         for number, window in enumerate(windows):
-            # They ran side by side: the time that passed counts once.
-            passed = time.perf_counter() - started if number == 0 else 0.0
-            yield window_report(window), {**window.seconds, "drain": passed}
+            yield window_report(window), {"drain": passed, **longest} if number == 0 else {}
         frontier = confirmed = max(window.end_lsn for window in windows)
         plan = None
     if end > frontier or confirmed < frontier:
