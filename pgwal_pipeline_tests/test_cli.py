@@ -166,7 +166,7 @@ def test_who_holds_up_the_slot_is_named_by_the_command_that_makes_it(source: Sou
     old.execute("INSERT INTO t VALUES (1)")
     process = commands.start("drain", "--json")
     wait_for(lambda: source.sql("SELECT 1 FROM pg_replication_slots WHERE slot_name = 'cli_test'"), seconds=60, what="the slot to begin")
-    time.sleep(8)
+    time.sleep(12)
     old.commit()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err

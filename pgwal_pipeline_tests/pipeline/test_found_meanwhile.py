@@ -78,7 +78,7 @@ def test_maintenance_leaves_the_rows_of_a_reading_whose_chunks_are_still_looked_
     def slow(*args: Any) -> Iterator[copy.ChunkBounds]:
         bounds = plan(*args)
         yield next(bounds)
-        assert written.wait(30)
+        assert written.wait(120)
         lakes.forget(reading.lake, reading.ledger, datetime.now(UTC))
         yield from bounds
 
