@@ -293,7 +293,7 @@ def test_one_at_a_time_and_a_killed_holder_is_none(source_matrix: Source) -> Non
 def test_the_lock_is_let_go_after_an_error_and_when_the_connection_is_gone(source: Source) -> None:
     with pytest.raises(ZeroDivisionError), slot.exclusive(source.dsn, name_of(source), 0):
         raise ZeroDivisionError
-    with slot.exclusive(source.dsn, name_of(source), 0):
+    with slot.exclusive(source.dsn, name_of(source), 5):
         source.sql(
             "select pg_terminate_backend(pid) from pg_locks where locktype = 'advisory' "
             "and database = (select oid from pg_database where datname = current_database())"
