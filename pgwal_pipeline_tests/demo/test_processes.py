@@ -56,7 +56,7 @@ def test_programs_are_asked_to_end_and_then_made_to(tmp_path: Path) -> None:
     wait_for(lambda: stubborn.last_words() == "ready", what="the stubborn one")
     begin = time.monotonic()
     end_programs([polite, stubborn], 1.0)
-    assert 0.9 < time.monotonic() - begin < 5
+    assert 0.9 < time.monotonic() - begin < 20
     assert not polite.running
     assert not stubborn.running
 
@@ -69,7 +69,7 @@ def test_what_programs_leave_behind_is_found_by_its_mark(tmp_path: Path) -> None
     wait_for(lambda: not program.running, what="the end of the program")
     begin = time.monotonic()
     assert end_marked(tmp_path, 0.5) == 2, "the shell and its sleep"
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     assert end_marked(tmp_path, 0.5) == 0
     assert other.running
     assert end_marked(tmp_path / "other", 5.0) == 1

@@ -92,7 +92,7 @@ def test_the_workload_outlives_its_server(make_server: Callable[..., Postgres]) 
     finally:
         begin = time.monotonic()
         assert workload.stop()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     assert workload.error is None
 
 

@@ -176,7 +176,7 @@ def test_a_host_that_does_not_answer_is_given_up() -> None:
         deaf.listen(1)
         started = time.monotonic()
         error = _refusal(f"host=127.0.0.1 port={deaf.getsockname()[1]} user=alice password={SECRET} connect_timeout=2")
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < 20
     assert isinstance(error, SourceUnavailable)
     assert "timeout" in str(error)
 

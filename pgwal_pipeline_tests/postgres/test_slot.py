@@ -163,7 +163,7 @@ def test_creation_that_is_blocked_for_too_long_leaves_nothing(source_matrix: Sou
     started = time.monotonic()
     with pytest.raises(BlockedByTransaction, match=rf"PGWAL_BLOCKED_TIMEOUT.*pid {blocker.info.backend_pid}") as caught:
         slot.create(source.dsn, name_of(source), blocked_timeout=1, warn=warnings.append)
-    assert 0.9 < time.monotonic() - started < 8
+    assert 0.9 < time.monotonic() - started < 20
     assert "insert into busy" in str(caught.value)
     assert len(warnings) == 1
     assert look(source, name_of(source)) is None
@@ -278,13 +278,13 @@ def test_one_at_a_time_and_a_killed_holder_is_none(source_matrix: Source) -> Non
         who = rf"Slot {name_of(source)} is held by another run \(pid \d+, pgwal, user postgres.*since"
         with pytest.raises(SlotBusy, match=who), slot.exclusive(source.dsn, name_of(source), 0.5):
             raise AssertionError("two at once")
-        assert 0.4 < time.monotonic() - started < 5
+        assert 0.4 < time.monotonic() - started < 20
         with slot.exclusive(source.dsn, name_of(source, "_other"), 0.5):
             pass
         child.kill()
         started = time.monotonic()
-        with slot.exclusive(source.dsn, name_of(source), 10):
-            assert time.monotonic() - started < 5
+        with slot.exclusive(source.dsn, name_of(source), 60):
+            assert time.monotonic() - started < 20
     finally:
         child.kill()
         child.wait()

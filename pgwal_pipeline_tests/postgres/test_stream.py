@@ -129,7 +129,7 @@ def test_a_read_ends_at_its_bounds(source: Source) -> None:
         assert kinds(small + large + rest).count("I") == 30_000
         started = time.monotonic()
         assert stream.read(1 << 20, 0.3) == []
-        assert 0.2 < time.monotonic() - started < 2
+        assert 0.2 < time.monotonic() - started < 10
     source.sql("insert into item values (0, repeat('x', 3000000))")
     with open_stream(source, name) as stream:
         stream.confirm(end)

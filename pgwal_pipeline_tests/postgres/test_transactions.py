@@ -46,7 +46,7 @@ def test_waits_for_older_transactions_only(source_matrix: Source) -> None:
         threading.Timer(0.4, older.commit).start()
         started = time.monotonic()
         wait_for_transactions(conn, xid + 1, 20, never)
-        assert 0.3 < time.monotonic() - started < 5
+        assert 0.3 < time.monotonic() - started < 15
         assert older_transactions(conn, xid + 1) == []
         younger.rollback()
 
