@@ -159,7 +159,7 @@ def drop_database(server: Postgres | DockerServer, name: str) -> None:
         admin.execute(f'drop database if exists "{name}" with (force)'.encode())
 
 
-def wait_for(condition: Callable[[], Any], *, seconds: float = 20.0, what: str = "the condition") -> Any:
+def wait_for(condition: Callable[[], Any], *, seconds: float = 60.0, what: str = "the condition") -> Any:
     """The first true value that `condition` gives; AssertionError when there is none in `seconds`."""
     deadline = time.monotonic() + seconds
     while True:

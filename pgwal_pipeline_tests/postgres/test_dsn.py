@@ -58,13 +58,13 @@ def test_output_settings_are_pinned_whatever_the_role_has(source: Source) -> Non
 
 
 def test_the_dsn_has_its_say(source: Source) -> None:
-    with dsn.connect(source.dsn + "?application_name=theirs&connect_timeout=3", autocommit=False) as conn:
+    with dsn.connect(source.dsn + "?application_name=theirs&connect_timeout=33", autocommit=False) as conn:
         assert conn.execute("select current_setting('application_name')").fetchone() == ("theirs",)
-        assert conn.info.get_parameters()["connect_timeout"] == "3"
+        assert conn.info.get_parameters()["connect_timeout"] == "33"
         assert not conn.autocommit
-    with dsn.connect(source.dsn, connect_timeout=4, dbname="postgres") as conn:
+    with dsn.connect(source.dsn, connect_timeout=44, dbname="postgres") as conn:
         assert conn.info.dbname == "postgres"
-        assert conn.info.get_parameters()["connect_timeout"] == "4"
+        assert conn.info.get_parameters()["connect_timeout"] == "44"
 
 
 @pytest.mark.matrix
