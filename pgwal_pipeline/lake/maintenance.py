@@ -101,11 +101,10 @@ def forget(lake: Lake, ledger: Ledger, older_than: datetime) -> int:
     before = min(older_than, datetime.now(UTC) - _READERS)
     ledger.forget(older_than, before)
     dropped = 0
-    for table in ledger.tables():
-        # In this order: a reading is in the ledger before its first row is in the snapshot.
-        present = generations(lake, table)
-        state = ledger.tables()[table]
-        gone = present - ledger.generations(table) - {state.generation, state.reading, state.published}
+    # In this order: a reading is in the ledger before its first row is in the snapshot.
+    present = {table: generations(lake, table) for table in ledger.tables()}
+    for table, state in ledger.tables().items():
+        gone = present.get(table, set()) - ledger.generations(table) - {state.generation, state.reading, state.published}
         remove_generations(lake, table, gone)
         dropped += len(gone)
     return dropped

@@ -51,10 +51,9 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None])
 def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:
     """The source's record is written before the slot is made: a slot that a crash leaves behind is then known as ours."""
     ledger = Ledger(Lake(settings.lake))
-    require_agreement(settings, conn)
-    recorded, frontier, state = ledger.source(), ledger.frontier(), slot.inspect(conn, settings.slot)
+    recorded, ours, frontier, state = require_agreement(settings, conn)
     published = publication.ensure(conn, settings.publication, settings.tables)
-    ours = replace(_source(settings, conn), publication_oid=published.oid)
+    ours = replace(ours, publication_oid=published.oid)
     if recorded != ours:
         ledger.record_source(ours)
     if state is None:
@@ -69,8 +68,11 @@ def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]
     return Attached(conn.info.server_version, state, found, dict(published.skipped))
 
 
-def require_agreement(settings: Settings, conn: Connection) -> None:
-    """Raise what `attach` raises where source, slot, publication and lake do not belong together; changes nothing."""
+def require_agreement(settings: Settings, conn: Connection) -> tuple[Source | None, Source, int | None, SlotState | None]:
+    """The source as the ledger has it and as it is, the lake's frontier and the slot, where they belong together; changes nothing.
+
+    Raises what `attach` raises where they do not.
+    """
     lake = Lake(settings.lake)
     ledger = Ledger(lake)
     recorded, ours, frontier = ledger.source(), _source(settings, conn), ledger.frontier()
@@ -96,6 +98,7 @@ def require_agreement(settings: Settings, conn: Connection) -> None:
             f"Slot {settings.slot} was advanced to {format_lsn(state.confirmed_flush_lsn)} by someone else, but the lake has changes up to "
             f"{format_lsn(frontier)} only. Run `pgwal resnapshot --all` to read every table again."
         )
+    return recorded, ours, frontier, state
 
 
 def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:

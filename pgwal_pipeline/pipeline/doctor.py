@@ -45,7 +45,8 @@ def examine(environment: Mapping[str, str]) -> list[Check]:
     checks.append(_probe("lake", lambda: _lake(settings)))
     if all(check.ok for check in checks):  # else they have said already what is in the way
         checks.append(_probe("agreement", lambda: _agreement(settings)))
-    checks.append(_probe("java", _java) if settings.spark_remote is None else _probe("spark", lambda: _spark(settings.spark_remote)))
+    remote = settings.spark_remote
+    checks.append(_probe("java", _java) if remote is None else _probe("spark", lambda: _spark(remote)))
     return checks
 
 
@@ -83,8 +84,8 @@ def _agreement(settings: Settings) -> Check:
     return Check("agreement", True, "source, slot, publication and lake belong together")
 
 
-def _spark(address: str | None) -> Check:
-    host, port = reach(address or "")
+def _spark(address: str) -> Check:
+    host, port = reach(address)
     return Check("spark", True, f"a Spark Connect server answers at {host}:{port}")
 
 

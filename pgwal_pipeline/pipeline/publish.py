@@ -109,7 +109,8 @@ def _publish(
 
 
 def _plan(lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> list[_Work]:
-    states = [state for state in ledger.tables().values() if state.state == "ready" and None not in (state.generation, state.relation)]
+    known = ledger.tables().values()
+    states = [state for state in known if state.state == "ready" and state.generation is not None and state.relation is not None]
     published = last.tables if last is not None else {}
     # A table that the last publish left out may stand anywhere before it.
     from_last = all(state.generation == state.published and state.table in published for state in states)

@@ -4,8 +4,9 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pyarrow as pa
 
 from pgwal_pipeline.decode.copy import copy_schema
@@ -43,9 +44,10 @@ def verify(
     is published, SourceUnavailable for one that was truncated or rewritten meanwhile.
     """
     lake = Lake(settings.lake)
-    files = _files(settings)
-    name = f"{settings.slot}_v_{os.getpid()}"
-    with slot.create_with_snapshot(settings.dsn, name, blocked_timeout=settings.blocked_timeout, warn=progress.warn) as (lsn, exported):
+    with connect(settings.dsn) as conn:
+        files = _files(conn, settings.publication, [relation.oid for relation in catalog.tables_of(conn, settings.publication)])
+    probe = f"{settings.slot}_v_{os.getpid()}"
+    with slot.create_with_snapshot(settings.dsn, probe, blocked_timeout=settings.blocked_timeout, warn=progress.warn) as (lsn, exported):
         drained = drain(settings, end_lsn=lsn, progress=progress)
         published = publish(settings, spark_factory, progress=progress)
         with connect(settings.dsn) as conn:
@@ -63,7 +65,9 @@ def verify(
             expected = _copy_source(settings, lake, source, exported)
             try:
                 # TRUNCATE and rewriting DDL are not MVCC-safe: an older snapshot finds such a table empty.
-                if _files(settings).get(relation.oid) != files.get(relation.oid):
+                with connect(settings.dsn) as conn:
+                    now = _files(conn, settings.publication, [relation.oid])
+                if now.get(relation.oid) != files.get(relation.oid):
                     raise SourceUnavailable(f"Table {name} was truncated or rewritten while it was compared; run the comparison again.")
                 result = compare.compare(
                     spark_factory(), expected, pointer.path, pointer.version, key=relation.key, columns=relation.column_names
@@ -83,11 +87,9 @@ def verify(
     )
 
 
-def _files(settings: Settings) -> dict[int, frozenset[tuple[int, int]]]:
-    """Which files the published tables are stored in, by oid."""
-    with connect(settings.dsn) as conn:
-        oids = [table.relation.oid for table in catalog.published_tables(conn, settings.publication)]
-        found = storages(conn, settings.publication, oids)
+def _files(conn: psycopg.Connection[Any], publication: str, oids: Collection[int]) -> dict[int, frozenset[tuple[int, int]]]:
+    """Which files the published tables `oids` are stored in, by oid."""
+    found = storages(conn, publication, oids)
     return {oid: frozenset((file.oid, file.node) for file in storage.files) for oid, storage in found.items()}
 
 

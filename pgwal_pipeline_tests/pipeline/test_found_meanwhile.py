@@ -23,6 +23,7 @@ from pgwal_pipeline.postgres import copy
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipeline.test_schema_changes import while_the_stream_is_read
 from pgwal_pipeline_tests.pipeline.test_snapshots import READ, WRITTEN, at_each_pass
 from pgwal_pipeline_tests.support import Source
 
@@ -169,20 +170,6 @@ def test_a_column_that_no_row_has_yet_is_there_after_the_next_run(reading: Pipel
     reading.source.sql("UPDATE t SET c = id WHERE id < 5")
     reading.sync()
     reading.assert_current("public.t")
-
-
-def while_the_stream_is_read(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    """A drain that has looked at the tables when `act` is done, and reads what it did."""
-    attach = drains.attach
-
-    def then_act(*args: Any, **named: Any) -> Any:
-        found = attach(*args, **named)
-        act()
-        return found
-
-    monkeypatch.setattr(drains, "attach", then_act)
-    pipeline.drain()
-    monkeypatch.undo()
 
 
 def test_another_table_that_takes_the_name_is_not_merged_into_it(

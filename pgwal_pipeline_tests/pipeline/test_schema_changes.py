@@ -156,6 +156,20 @@ def test_altered_between_runs(changes: tuple[str, ...], source: Source, pipeline
 MakePipeline = Callable[..., Pipeline]
 
 
+def while_the_stream_is_read(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """A drain that has looked at the tables when `act` is done, and reads what it did."""
+    attach = drains.attach
+
+    def then_act(*args: Any, **named: Any) -> Any:
+        found = attach(*args, **named)
+        act()
+        return found
+
+    monkeypatch.setattr(drains, "attach", then_act)
+    pipeline.drain()
+    monkeypatch.undo()
+
+
 def test_altered_while_the_stream_is_read(source: Source, make_pipeline: MakePipeline, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The look at the start of a drain shows tables that are altered before the drain has chosen its end."""
     names = ("add", "add_default", "drop", "rename", "using", "several")
@@ -166,17 +180,12 @@ def test_altered_while_the_stream_is_read(source: Source, make_pipeline: MakePip
     pipeline = make_pipeline()
     pipeline.spark = lambda: spark
     pipeline.sync()
-    attach = drains.attach
 
-    def altered_behind_its_back(*args: Any, **named: Any) -> Any:
-        found = attach(*args, **named)
+    def alter_them() -> None:
         for table, change in changes.items():
             run(source, f"UPDATE {{t}} SET a = 7 WHERE id = 5; {change}; {MORE}", table)
-        return found
 
-    monkeypatch.setattr(drains, "attach", altered_behind_its_back)
-    pipeline.drain()
-    monkeypatch.setattr(drains, "attach", attach)
+    while_the_stream_is_read(pipeline, monkeypatch, alter_them)
     pipeline.publish()
     publish = pipeline.ledger.publish()
     assert publish is not None
