@@ -1,6 +1,9 @@
 """What tests of several rooms share: databases to work in, and servers with settings of their own."""
 
 import contextlib
+import os
+import resource
+import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -144,6 +147,26 @@ def fresh_source(server: Postgres | DockerServer, encoding: str | None = None) -
         if isinstance(server, Postgres) and not server.running:
             server.start()
         drop_database(server, name)
+
+
+@contextlib.contextmanager
+def no_room(server: Postgres, size: int) -> Iterator[None]:
+    """No session that `server` begins meanwhile can make a file larger than `size` bytes, as on a disk that is full."""
+    _limit_files(server, size)
+    try:
+        yield
+    finally:
+        _limit_files(server, resource.RLIM_INFINITY)
+
+
+def _limit_files(server: Postgres, size: int) -> None:
+    """The limit of the server's first process, which all others are born with; only its own user may set it."""
+    if (pid := server.pid) is None:
+        return
+    owner = server.data_dir.stat()
+    account = {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []} if os.geteuid() == 0 else {}
+    limits = (size, resource.RLIM_INFINITY)
+    subprocess.run(["true"], check=True, preexec_fn=lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, limits), **account)
 
 
 def drop_database(server: Postgres | DockerServer, name: str) -> None:

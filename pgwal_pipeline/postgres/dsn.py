@@ -163,6 +163,8 @@ def translate(error: psycopg.Error, doing: str = "") -> PgwalError:
         return SlotBusy(f"The source says{where}: {said}.")
     if state == "58P01" or "requested WAL segment" in said or "can no longer" in said:
         return SlotLost(f"The source no longer has the WAL that is needed{where}: {said}.")
+    if isinstance(error, errors.DiskFull):
+        return SourceUnavailable(f"The source has no room left on its disk{where}: {said}; make room there and run it again.")
     if state[:2] in ("08", "40", "53", "57") or state == "55P03":
         return SourceUnavailable(f"The source broke off{where}: {said}; run it again.")
     if state in ("22021", "22P05"):

@@ -30,7 +30,7 @@ from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
+from pgwal_pipeline_tests.support import Source, fresh_source, no_room, wait_for
 
 TABLES = ("a", "b", "c")
 # What a run does, in a process of its own that can be killed.
@@ -39,7 +39,7 @@ from pgwal_pipeline.cli import main
 main(["{command}"])
 """
 FAULTS = (
-    "kill", "kill", "kill", "interrupt", "terminate", "child", "walsender", "backends", "server", "server_stop", "spark", "disk_full",
+    "kill", "kill", "kill", "interrupt", "terminate", "child", "walsender", "backends", "server", "server_stop", "spark", "disk_full", "source_full",
 )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ class Chaos:
             process = self._start("sync" if self.rng.random() < 0.7 else "drain", fault)
             # Half of them soon after the pipeline's own work has begun, which takes the shorter part of a run.
             time.sleep(self.rng.uniform(0, 12) if self.rng.random() < 0.5 else self.rng.uniform(4, 8))
-            if process.poll() is None or fault in ("server", "server_stop"):
+            if process.poll() is None or fault in ("server", "server_stop", "source_full"):
                 self.faults[fault] += 1
                 self._strike(fault, process)
             else:
@@ -124,6 +124,14 @@ class Chaos:
             case "spark":
                 self.remote.kill()
                 self.remote.start()
+            case "source_full":
+                # What transactions put beside the slot, the slot's own state, tables, and at less than a segment of WAL all of it.
+                with no_room(self.server, self.rng.choice((100, 20_000, 200_000, 16 << 20))):
+                    time.sleep(self.rng.uniform(1, 6))
+                if not self.server.running:  # it gave up
+                    self.server.kill()
+                    self.server.start()
+                self.source.close()
 
     @contextlib.contextmanager
     def _load(self) -> Iterator[None]:
@@ -213,7 +221,7 @@ class Chaos:
 def run(
     rounds: int, seed: int, make_server: Callable[..., Postgres], make_pipeline: Callable[..., Pipeline], remote: ConnectServer, spark: Any
 ) -> None:
-    server = make_server(max_replication_slots="20", max_wal_senders="20")
+    server = make_server(max_replication_slots="20", max_wal_senders="20", logical_decoding_work_mem="64kB")
     with fresh_source(server) as source:
         pipeline = make_pipeline(source_dsn=source.dsn, snapshot_chunk_rows=40)
         pipeline.source, pipeline.spark = source, lambda: spark

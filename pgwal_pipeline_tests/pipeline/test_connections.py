@@ -10,17 +10,17 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SourceUnavailable
+from pgwal_pipeline.errors import SourceRefused, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.lsn import format_lsn, parse_lsn
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline.reports import DrainReport
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.proxy import Proxy
-from pgwal_pipeline_tests.support import Source, fresh_source
+from pgwal_pipeline_tests.support import Source, fresh_source, no_room
 
 MakePipeline = Callable[..., Pipeline]
 
@@ -238,3 +238,30 @@ def test_a_connection_through_which_nothing_comes_any_more(
         report = drained(pipeline)
         assert report.warnings
     assert assert_raw_is_whole(source, pipeline.settings.lake) == report.changes
+
+
+def test_a_source_without_room_to_decode(
+    make_server: Callable[..., Postgres], make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    """The walsender puts large transactions beside the slot (pg_replslot). Where it cannot, what came before stays, and a sentence says why."""
+    monkeypatch.setattr(drains, "_PATIENCE", 1.0)
+    server = make_server(logical_decoding_work_mem="64kB")
+    with fresh_source(server) as source:
+        prepared(source)
+        pipeline = make_pipeline(source_dsn=source.dsn)
+        pipeline.source = source
+        drained(pipeline)
+        fill(source, 20)
+        small = parse_lsn(source.value("SELECT pg_current_wal_lsn()::text"))
+        with source.connect() as conn, conn.cursor() as cursor, cursor.copy("COPY a (n, body) FROM STDIN") as copy:
+            copy.write("1\tx\n" * 250_000)
+        fill(source, 5, seed=1)
+        with no_room(server, 16 << 20), pytest.raises(SourceUnavailable) as caught:
+            pipeline.drain()
+        assert "no room left on its disk while reading slot" in str(caught.value)
+        assert str(caught.value).endswith("No space left on device; make room there and run it again.")
+        frontier = pipeline.ledger.frontier()
+        assert frontier is not None
+        assert frontier >= small
+        drained(pipeline)
+        assert assert_raw_is_whole(source, pipeline.settings.lake) > 250_000
