@@ -39,7 +39,8 @@ from pgwal_pipeline.cli import main
 main(["{command}"])
 """
 FAULTS = (
-    "kill", "kill", "kill", "interrupt", "terminate", "child", "walsender", "backends", "server", "server_stop", "spark", "disk_full", "source_full",
+    "kill", "kill", "kill", "interrupt", "terminate", "child", "walsender", "backends", "server", "server_stop", "spark", "disk_full",
+    "source_full",
 )  # fmt: skip
 
 

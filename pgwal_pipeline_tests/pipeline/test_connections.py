@@ -10,7 +10,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SourceRefused, SourceUnavailable
+from pgwal_pipeline.errors import SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.lsn import format_lsn, parse_lsn
@@ -243,7 +243,7 @@ def test_a_connection_through_which_nothing_comes_any_more(
 def test_a_source_without_room_to_decode(
     make_server: Callable[..., Postgres], make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
-    """The walsender puts large transactions beside the slot (pg_replslot). Where it cannot, what came before stays, and a sentence says why."""
+    """The walsender puts large transactions beside the slot (pg_replslot). Where it cannot, what came before stays."""
     monkeypatch.setattr(drains, "_PATIENCE", 1.0)
     server = make_server(logical_decoding_work_mem="64kB")
     with fresh_source(server) as source:
