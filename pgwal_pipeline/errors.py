@@ -43,12 +43,20 @@ class SlotLost(PgwalError):
     """The slot is gone, lost, or stands where the lake has no rows for: a gap that only a new snapshot can close."""
 
 
+class PublicationMissing(SlotLost):
+    """The publication was not there at a point of the WAL that the slot has still to read."""
+
+
 class BlockedByTransaction(PgwalError):
     """Old transactions on the source did not end within `PGWAL_BLOCKED_TIMEOUT`; names pid, age and query."""
 
 
 class LakeError(PgwalError):
     """The lake cannot be read or written, or it is another source's."""
+
+
+class FileGone(LakeError):
+    """A file that a drain has written is not there any more, and no table names it yet."""
 
 
 class DecodeError(PgwalError):

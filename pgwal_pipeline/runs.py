@@ -17,7 +17,7 @@ import dagster as dg
 from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import REPORT
 from pgwal_pipeline.components.processes import process_tags
-from pgwal_pipeline.errors import PgwalError, SettingError
+from pgwal_pipeline.errors import PgwalError, SettingError, SlotBusy, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lsn import window_key
@@ -31,6 +31,7 @@ from pgwal_pipeline.settings import Settings
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 _ROUNDS = 3
 _LOOK_EVERY = 1.0  # seconds between looks at the lag while a snapshot is read
+_LOOK_AGAIN = 10.0  # the same, after one that failed
 _CONFIGURED = {"snapshot": "take_snapshots", "verify": "verify_current"}
 
 Part = Mapping[str, Any]
@@ -111,7 +112,8 @@ def _drain(settings: Settings, run: "_Runner", job: str) -> list[Part]:
 def _snapshot_beside_drains(settings: Settings, run: "_Runner", config: Mapping[str, Any]) -> list[Part]:
     """Read what needs reading; whenever the stream gets long meanwhile, drain it, so that the slot keeps no more WAL than usual.
 
-    Tables that are published already are brought up to date with it, or when their last publish is older than PGWAL_MAX_STALENESS.
+    Tables that are published already are brought up to date with it, or when their last publish is older than PGWAL_MAX_STALENESS. A
+    source that is away for a moment, or a drain by somebody else, is no reason to stop: it is tried again while the snapshot goes on.
     """
     ledger = Ledger(Lake(settings.lake))
     drained: list[Part] = []
@@ -119,12 +121,16 @@ def _snapshot_beside_drains(settings: Settings, run: "_Runner", config: Mapping[
         reading = pool.submit(contextvars.copy_context().run, run, "snapshot", config=config)
         began = time.monotonic()
         while not wait([reading], _LOOK_EVERY).done:
-            published = any(state.published is not None for state in ledger.tables().values())
-            behind = lag(settings).lag_bytes
-            stale = published and behind > 0 and time.monotonic() - began >= settings.max_staleness
-            if behind >= settings.lag_threshold or stale:
-                drained += _drain(settings, run, "sync" if published else "drain")
-                began = time.monotonic()
+            try:
+                published = any(state.published is not None for state in ledger.tables().values())
+                behind = lag(settings).lag_bytes
+                stale = published and behind > 0 and time.monotonic() - began >= settings.max_staleness
+                if behind >= settings.lag_threshold or stale:
+                    drained += _drain(settings, run, "sync" if published else "drain")
+                    began = time.monotonic()
+            except (SourceUnavailable, SlotBusy) as error:
+                drained.append({"warnings": [f"{error} The snapshot goes on meanwhile, and the drain is tried again."]})
+                wait([reading], _LOOK_AGAIN)
         return drained + reading.result()
 
 
@@ -196,6 +202,7 @@ def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap) -> It
     """The code location's jobs, loaded after `prepare` has given the source all it needs, so that they know every table."""
     dagster_home()
     logging.getLogger("dagster").setLevel(logging.CRITICAL)
+    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # it would show an interrupt that meets it, though it passes it on
     with progress.Terminal() as terminal, progress.watched_by(terminal):
         noted = progress.Noted(terminal)
         if prepare is not None:

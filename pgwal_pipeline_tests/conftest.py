@@ -4,7 +4,8 @@
 - `postgres_matrix`, `source_matrix`: the same, once for each major version at hand (mark `matrix`).
 - `make_server(**settings)`: a server of the test's own, for tests that kill it or need other settings, as in
   `make_server(max_slot_wal_keep_size="1MB")`; `fresh_source(server)` of `support` makes a database on it.
-- `spark`: the run's Spark session, on this machine; `spark_connect`: a session on a Connect server, a process beside.
+- `spark`: the run's Spark session, on this machine; `connect_address`: where its JVM takes Connect's clients too, which saves each of them
+  the start of a JVM; `spark_connect`: a session there.
 """
 
 import os
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgwal_pipeline.lake.session import spark_session
-from pgwal_pipeline.local.connect import ConnectServer
 from pgwal_pipeline.local.postgres import Installation, Postgres, default_installation, servers
+from pgwal_pipeline.local.process import free_port
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.support import DockerServer, Source, docker_refusal, fresh_source, start_server
 
@@ -109,9 +110,16 @@ def make_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
 
 @pytest.fixture(scope="session")
 def spark_settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """Settings under which this run's Spark is started: two cores of this machine, little memory."""
+    """Settings under which this run's Spark is started: two cores of this machine, little memory; it serves Connect as well."""
     lake = str(tmp_path_factory.mktemp("lake"))
-    return Settings(lake=lake, spark_master="local[2]", spark_conf={"spark.driver.memory": "2g", "spark.sql.shuffle.partitions": "2"})
+    conf = {
+        "spark.driver.memory": "2g",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
+        "spark.connect.grpc.binding.address": "127.0.0.1",
+        "spark.connect.grpc.binding.port": str(free_port()),
+    }
+    return Settings(lake=lake, spark_master="local[2]", spark_conf=conf)
 
 
 @pytest.fixture(scope="session")
@@ -123,17 +131,16 @@ def spark(spark_settings: Settings) -> "Iterator[SparkSession]":
 
 
 @pytest.fixture(scope="session")
-def connect_server(spark_settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
-    """A Spark Connect server with Delta Lake; its `.address` is what `PGWAL_SPARK_REMOTE` takes."""
-    with ConnectServer(spark_settings, tmp_path_factory.mktemp("connect") / "server.log") as server:
-        yield server
+def connect_address(spark: "SparkSession", spark_settings: Settings) -> str:
+    """What `PGWAL_SPARK_REMOTE` takes: Spark Connect in the JVM of `spark`, which is warm already."""
+    return f"sc://127.0.0.1:{spark_settings.spark_conf['spark.connect.grpc.binding.port']}"
 
 
 @pytest.fixture
-def spark_connect(connect_server: ConnectServer, spark_settings: Settings) -> "Iterator[SparkSession]":
+def spark_connect(connect_address: str, spark_settings: Settings) -> "Iterator[SparkSession]":
     """A session on the Connect server. While the test runs, pyspark's functions make columns for Connect, not for `spark`."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
-        session = spark_session(spark_settings.model_copy(update={"spark_remote": connect_server.address}))
+        session = spark_session(spark_settings.model_copy(update={"spark_remote": connect_address, "spark_conf": {}}))
         yield session
         session.stop()

@@ -13,7 +13,6 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from pgwal_pipeline.local.connect import ConnectServer
 from pgwal_pipeline.relation import TableName, quote_ident
 from pgwal_pipeline_tests.support import Source
 from pgwal_pipeline_tests.test_cli import Commands
@@ -91,13 +90,13 @@ def _harmless(octets: bytes) -> None:
 
 
 def test_hostile_names_and_values_do_nothing(
-    source: Source, tmp_path: Path, connect_server: ConnectServer, spark_connect: Any, monkeypatch: pytest.MonkeyPatch
+    source: Source, tmp_path: Path, connect_address: str, spark_connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "deep" / "deeper" / "deepest"
     folder.mkdir(parents=True)
     commands = Commands(folder, source.dsn)
     commands.environment.pop("SPARK_CONNECT_MODE_ENABLED", None)
-    commands.environment["PGWAL_SPARK_REMOTE"] = connect_server.address
+    commands.environment["PGWAL_SPARK_REMOTE"] = connect_address
     names = _make(source)
     source.sql(f"CREATE TABLE {quote_ident(SCHEMA)}.{quote_ident('keyless' + ESCAPES[0])} (a int)")
     code, shown = _on_a_terminal(commands, "sync")

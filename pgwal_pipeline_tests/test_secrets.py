@@ -134,7 +134,7 @@ def test_a_whole_run_leaves_no_trace_of_the_password(guarded: Postgres, runs: Ru
     marker.unlink()
     runs.said += process.communicate(timeout=120)
     assert process.returncode == 0, runs.said
-    runs.commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_server").address
+    runs.commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_address")
     for command in (["status"], ["doctor"], ["verify", "--json"]):
         runs.ok(*command)
     _failures(guarded, runs)

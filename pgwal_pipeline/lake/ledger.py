@@ -4,6 +4,7 @@ A lake that is not there has an empty ledger, and looking makes nothing. Reading
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -54,8 +55,15 @@ class Ledger:
         return as_rows.sources(rows.slice(rows.num_rows - 1))[0]
 
     def record_source(self, source: Source) -> None:
-        """Write down which source the lake is built from; the newest one counts."""
-        self._source.append(lambda _: as_rows.source_rows(source, _now()))
+        """Write down which source the lake is built from; the newest one counts. Raises LakeError where it is another one's already."""
+
+        def decide(rows: pa.Table) -> pa.Table:
+            known = as_rows.sources(rows.slice(rows.num_rows - 1))[0] if rows.num_rows else source
+            if replace(known, timeline=0, publication_oid=0, database="") != replace(source, timeline=0, publication_oid=0, database=""):
+                raise LakeError(f"The lake {self.lake.uri} was taken by another pipeline just now. {_CONFLICT}")
+            return as_rows.source_rows(source, _now())
+
+        self._source.append(decide)
 
     def windows(self, after: int = 0) -> tuple[Window, ...]:
         """The windows in the order of their LSNs; only those that end past `after`. One that is `pruned` may stand for many."""
@@ -109,11 +117,31 @@ class Ledger:
         """Take a window of a plan back: it has to be read again."""
         self._reads.rewrite(lambda rows: rows.filter(pc.field("key") != window.key))
 
+    def forget_reads(self, plan: Plan) -> None:
+        """Take everything back that was read from where `plan` begins on."""
+        self._reads.rewrite(lambda rows: rows.filter(pc.field("start_lsn") < plan.start_lsn))
+
+    def refined(self, plan: Plan) -> Plan:
+        """`plan` with those of its windows cut in two whose reading broke off: what came whole of one has been read, the rest not."""
+        rows = self._reads.rows()
+        read = set(zip(rows["start_lsn"].to_pylist(), rows["end_lsn"].to_pylist(), strict=True))
+        while True:
+            missing = [limits for limits in plan.ranges if limits not in read]
+            cuts = {max(kept) for start, end in missing if (kept := [to for of, to in read if of == start and start < to < end])}
+            if not cuts:
+                return plan
+            plan = Plan(plan.start_lsn, tuple(sorted({*plan.ends, *cuts})), plan.ended)
+
     def reads(self, plan: Plan) -> dict[str, Read]:
         """The windows of `plan` that have been read, by their keys."""
         rows = self._reads.rows()
         found = {(read.window.start_lsn, read.window.end_lsn): read for read in as_rows.reads(rows, self.lake)}
         return {found[limits].window.key: found[limits] for limits in plan.ranges if limits in found}
+
+    def take_back(self, windows: Sequence[Window]) -> None:
+        """Take prepared windows back: they are to be read again, with the same borders, for raw may have some of their tables."""
+        keys = pa.array([window.key for window in windows], pa.string())
+        self._windows.rewrite(lambda rows: rows.filter(~((pc.field("state") == "prepared") & pc.field("key").isin(keys))))
 
     def prune_windows(self, keys: Iterable[str]) -> None:
         """Write down that raw has these complete windows no longer; those that follow one another become one record."""

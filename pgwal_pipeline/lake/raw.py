@@ -21,7 +21,7 @@ from deltalake import DeltaTable, Schema, Transaction
 from deltalake.exceptions import CommitFailedError
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import LakeError, TableError
+from pgwal_pipeline.errors import FileGone, TableError
 from pgwal_pipeline.lake.delta import (
     ATTEMPTS,
     Clash,
@@ -347,7 +347,8 @@ def commit_window(lake: Lake, key: str, writes: Iterable[TableWrite]) -> None:
     """Make a window's files part of their raw tables, one commit a table, tables made and widened as they need it.
 
     What has been committed already is left alone, so this may be done again after a crash, with the writes from the ledger's record, and
-    by two at once. Raises LakeError where a file is gone or the lake cannot be written, ValueError where `key` is no window's.
+    by two at once. Raises FileGone where a file is not there, LakeError where the lake cannot be written, ValueError where `key` is not a
+    window's.
     """
     parse_window_key(key)
     side_by_side(lambda write: _commit_table(lake, key, write), list(writes), 8 if lake.is_local else 16)
@@ -392,8 +393,8 @@ def _in_place(lake: Lake, key: str, write: TableWrite) -> list[FileWrite]:
     found = filesystem(lake.uri).get_file_info([f"{folder}/{file.path}" for file in files])
     for file, info in zip(files, found, strict=True):
         if info.type != pafs.FileType.File or info.size != file.size:
-            raise LakeError(
+            raise FileGone(
                 f"The file {file.path} of table {write.table} in window {key} is gone from {write.path} before it became part of raw; "
-                f"restore it, or run `pgwal resnapshot '{write.table}'`."
+                f"restore it, or run `pgwal drain`, which reads the window again."
             )
     return files

@@ -1,6 +1,6 @@
 """What a lake and a source must agree on before anything is read: identity, publication, slot, and which tables are followed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Source, Window
 from pgwal_pipeline.lsn import format_lsn, window_key
 from pgwal_pipeline.pipeline.changes import Look
+from pgwal_pipeline.pipeline.counting import recover
 from pgwal_pipeline.pipeline.looks import looks, record_tables
 from pgwal_pipeline.postgres import catalog, publication, slot
 from pgwal_pipeline.postgres.slot import SlotState
@@ -21,15 +22,21 @@ from pgwal_pipeline.settings import Settings
 
 Connection = psycopg.Connection[Any]
 
+_NEVER = -1  # the oid of no publication
+
 
 @dataclass(frozen=True)
 class Attached:
-    """A source and a lake that belong together: every table the stream carries, and where the slot stands."""
+    """A source and a lake that belong together: every table the stream carries, and where the slot stands.
+
+    `recovered`: windows that a drain before had left prepared and that had to be completed at once.
+    """
 
     server_version: int
     slot: SlotState
     tables: dict[TableName, Look]
     skipped: dict[TableName, str]
+    recovered: tuple[Window, ...] = ()
 
 
 def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:
@@ -55,6 +62,8 @@ def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]
     published = publication.ensure(conn, settings.publication, settings.tables)
     ours = replace(ours, publication_oid=published.oid)
     if recorded != ours:
+        if recorded is not None and recorded.timeline != ours.timeline:
+            _forget_what_never_was(settings, ledger, recorded, ours)
         ledger.record_source(ours)
     if state is None:
         failpoints.hit("bootstrap.before_slot")
@@ -63,9 +72,21 @@ def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]
     if frontier is None:
         ledger.append_window(_origin(settings.slot, state.confirmed_flush_lsn))
     found = looks(conn, settings.publication)
+    recovered = _completed_before(ledger, found)
     for table, reason in record_tables(ledger, conn, found, published.skipped).items():
         warn(f"Table {table}: {reason}.")
-    return Attached(conn.info.server_version, state, found, dict(published.skipped))
+    return Attached(conn.info.server_version, state, found, dict(published.skipped), recovered)
+
+
+def _completed_before(ledger: Ledger, found: Mapping[TableName, Look]) -> tuple[Window, ...]:
+    """Complete what is prepared where another table has taken a name since: raw takes the columns of the earlier one first."""
+    prepared = ledger.prepared()
+    if not prepared:
+        return ()
+    known = ledger.tables()
+    written = {TableName.parse(write.table) for window in prepared for write in window.tables}
+    anew = {table for table in written & found.keys() if table in known and known[table].oid != found[table].relation.oid}
+    return recover(ledger.lake, ledger) if anew else ()
 
 
 def require_agreement(settings: Settings, conn: Connection) -> tuple[Source | None, Source, int | None, SlotState | None]:
@@ -78,7 +99,7 @@ def require_agreement(settings: Settings, conn: Connection) -> tuple[Source | No
     recorded, ours, frontier = ledger.source(), _source(settings, conn), ledger.frontier()
     if recorded is not None:
         _require_same_source(lake, recorded, ours)
-        _require_same_history(settings, conn, recorded, ours, frontier)
+        _require_same_history(settings, conn, recorded, ours, None if frontier is None else _durable(ledger, frontier))
         _require_same_publication(conn, recorded, frontier)
     state = slot.inspect(conn, settings.slot)
     if state is not None:
@@ -106,34 +127,67 @@ def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) 
 
     So it is where the source was promoted from a server that was behind the lake. An intact slot is left as it is. Otherwise nothing
     between the old frontier and the new slot is in any stream: until a table has been read again it is not published, and its old
-    `current` stays as it was. To be called by the holder of the slot's lock only. Raises LakeError for another source's lake.
+    `current` stays as it was. To be called by the holder of the slot's lock only. Raises LakeError for another source's lake, SourceRefused
+    where somebody else's slot has the name.
     """
     ledger = Ledger(Lake(settings.lake))
     state = slot.inspect(conn, settings.slot)
     frontier = ledger.frontier()
     recorded, ours = ledger.source(), _source(settings, conn)
-    if recorded is not None:
-        _require_same_source(ledger.lake, recorded, ours)
-    if frontier is not None and recorded is not None and _gap(settings, conn, ledger, recorded, ours, frontier, state):
+    if recorded is None:
+        return _attach(settings, conn, warn=warn)
+    _require_same_source(ledger.lake, recorded, ours)
+    if state is not None:
+        slot.require_kind(state, ours.database)
+    if frontier is None and state is not None and state.lost:
+        slot.drop(conn, settings.slot)
+    if frontier is not None and _gap(settings, conn, ledger, recorded, ours, frontier, state):
         if (end := catalog.insert_lsn(conn)) < frontier:
             raise LakeError(
                 f"The source's WAL ends at {format_lsn(end)}, but the lake {settings.lake} stands at {format_lsn(frontier)} already, and "
                 f"cannot go back. Set PGWAL_LAKE to another place to begin anew."
             )
+        # Before the new slot is there, so that nobody goes on from it with the tables of before; and after it, for what began meanwhile.
+        _read_all_again(ledger)
+        failpoints.hit("renew.before_slot")
         if state is not None:
             slot.drop(conn, settings.slot)
         published = publication.ensure(conn, settings.publication, settings.tables)
-        ledger.record_source(replace(ours, publication_oid=published.oid))
         state = slot.create(settings.dsn, settings.slot, blocked_timeout=settings.blocked_timeout, warn=warn)
+        failpoints.hit("renew.after_slot")
         ledger.append_window(_origin(settings.slot, state.confirmed_flush_lsn))
-        ledger.record_tables(
-            [
-                replace(known, state="pending", reason=None, generation=None, reading=None, published=None)
-                for known in ledger.tables().values()
-                if known.state not in ("skipped", "gone")
-            ]
-        )
+        failpoints.hit("renew.after_origin")
+        _read_all_again(ledger)
+        failpoints.hit("renew.after_tables")
+        ledger.record_source(replace(ours, publication_oid=published.oid))
     return _attach(settings, conn, warn=warn)
+
+
+def note_missing_publication(ledger: Ledger) -> None:
+    """Write down that the stream met a time without the publication, of which neither its name nor its oid tells (it was renamed)."""
+    source = ledger.source()
+    if source is not None:
+        ledger.record_source(replace(source, publication_oid=_NEVER))
+
+
+def _read_all_again(ledger: Ledger) -> None:
+    """Have every followed table read from the start; none is published until it has been."""
+    ledger.amend_tables(
+        lambda known: [
+            replace(state, state="pending", reason=None, generation=None, reading=None, published=None)
+            for state in known.values()
+            if state.state not in ("skipped", "gone")
+        ]
+    )
+
+
+def _forget_what_never_was(settings: Settings, ledger: Ledger, recorded: Source, ours: Source) -> None:
+    """Give up a plan that reaches past where the source left the timeline it was made on: some of what was read of it never was."""
+    plan = ledger.plan()
+    left = left_at(settings.dsn, recorded.timeline, ours.timeline)
+    if plan is not None and (left is None or plan.ends[-1] > left):
+        ledger.record_plan(replace(plan, ends=()))
+        ledger.forget_reads(plan)
 
 
 def _source(settings: Settings, conn: Connection) -> Source:
@@ -160,7 +214,7 @@ def _gap(
     if ours.timeline <= recorded.timeline:
         return False
     left = left_at(settings.dsn, recorded.timeline, ours.timeline)
-    return left is None or left < frontier
+    return left is None or left < _durable(ledger, frontier)
 
 
 def _durable(ledger: Ledger, frontier: int) -> int:
@@ -187,7 +241,7 @@ def _require_same_publication(conn: Connection, recorded: Source, frontier: int 
     """See that the publication has been there all the time: the changes of a time without it are in no stream."""
     now = publication.oid(conn, recorded.publication)
     if frontier is not None and recorded.publication_oid not in (0, now):
-        what = "was dropped" if now is None else "was dropped and made anew"
+        what = "was dropped" if now is None else "was dropped, or renamed, and made anew"
         raise SlotLost(
             f"Publication {recorded.publication} {what}, and the changes of the time without it are in no stream. "
             f"Run `pgwal resnapshot --all` to read every table again."

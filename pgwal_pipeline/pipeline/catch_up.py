@@ -21,8 +21,8 @@ from pgwal_pipeline.lake.ledger import Plan, Read, Window
 from pgwal_pipeline.lsn import format_lsn, window_key
 from pgwal_pipeline.pipeline.catch_up_process import CatchUpProcess
 from pgwal_pipeline.pipeline.changes import Look
-from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, open_stream, review, window_of
-from pgwal_pipeline.pipeline.window import read_window
+from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, keep_what_came, open_stream, review, window_of
+from pgwal_pipeline.pipeline.window import StreamBroke, read_window
 from pgwal_pipeline.postgres import copies
 from pgwal_pipeline.postgres.copies import Room, SlotCopy
 from pgwal_pipeline.postgres.dsn import on_this_machine
@@ -109,9 +109,11 @@ def carry_out(run: Pass, plan: Plan, before: Mapping[TableName, Look]) -> tuple[
     `before` are the looks at the tables from before. None where the slot cannot be copied and nothing has been read yet: the plan is given
     up, and one reader is to do it all. Raises what reading raises, a window's own process included; what has been read by then stays read.
     """
-    if not _read_all(run, plan):
+    read = _read_all(run, plan)
+    if read is None:
         run.ledger.record_plan(replace(plan, ends=()))
         return None
+    plan = read
     reads = _fitting(run, plan)
     failpoints.hit("catch_up.all_read")
     windows = [read.window for read in reads]
@@ -123,9 +125,13 @@ def carry_out(run: Pass, plan: Plan, before: Mapping[TableName, Look]) -> tuple[
     return tuple(windows), found
 
 
-def _read_all(run: Pass, plan: Plan) -> bool:
-    """Have every window of the plan read; False, and nothing done, where no copy of the slot can be had for a plan that is new."""
+def _read_all(run: Pass, plan: Plan) -> Plan | None:
+    """Have every window of the plan read; the plan, which has more windows then where a connection broke off in one.
+
+    None, and nothing done, where no copy of the slot can be had for a plan that is new.
+    """
     ledger, settings = run.ledger, run.settings
+    plan = _refined(run, plan)
     known = ledger.reads(plan)
     missing = [limits for limits in plan.ranges if window_key(limits[1]) not in known]
     if known and missing:
@@ -141,7 +147,7 @@ def _read_all(run: Pass, plan: Plan) -> bool:
         failpoints.hit("catch_up.ready")
         if refused and not known:
             run.warn(f"The backlog is drained by one reader alone, for the slot cannot be copied: {refused[0]}")
-            return False
+            return None
         try:
             if missing:
                 _read_here(run, plan, missing[0], budget)
@@ -155,29 +161,42 @@ def _read_all(run: Pass, plan: Plan) -> bool:
                 raise process.failure
             if process.failure is not None:
                 run.progress.say(str(process.failure))
+    plan = _refined(run, plan)
     known = ledger.reads(plan)
-    for limits in missing:
+    for limits in plan.ranges:
         if window_key(limits[1]) not in known:
             run.progress.say(f"{_stage(plan, limits).capitalize()} is read by this process now.")
             _read_here(run, plan, limits, settings.memory_budget)
-    return True
+    return plan
+
+
+def _refined(run: Pass, plan: Plan) -> Plan:
+    """The plan with what broke off cut from the rest, as the ledger has it from now on."""
+    refined = run.ledger.refined(plan)
+    if refined != plan:
+        run.ledger.record_plan(refined)
+    return refined
 
 
 def _read_here(run: Pass, plan: Plan, limits: tuple[int, int], budget: int, expected: Mapping[str, Schema] | None = None) -> None:
     """Read one window in this process and write down that it has been read."""
     start, end = limits
     with _stream(run, plan, start) as stream:
-        read = read_window(
-            stream,
-            run.ledger.lake,
-            describe_on(run.conn),
-            start_lsn=start,
-            end_lsn=end,
-            memory_budget=budget,
-            progress=run.progress,
-            stage=_stage(plan, limits),
-            expected=expected,
-        )
+        try:
+            read = read_window(
+                stream,
+                run.ledger.lake,
+                describe_on(run.conn),
+                start_lsn=start,
+                end_lsn=end,
+                memory_budget=budget,
+                progress=run.progress,
+                stage=_stage(plan, limits),
+                expected=expected,
+            )
+        except StreamBroke as broke:
+            keep_what_came(run.ledger, run.settings.slot, start, broke)
+            raise
     failpoints.hit("drain.after_files")
     run.ledger.record_read(Read(window_of(run.settings.slot, start, end, read), Told.of(read).to_json()))
     failpoints.hit("catch_up.read_here")

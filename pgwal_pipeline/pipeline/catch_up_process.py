@@ -15,7 +15,15 @@ from pgwal_pipeline.settings import PREFIX, Settings
 
 _PROGRAM = "pgwal_pipeline.pipeline.catch_up_worker"
 _KEPT = "PGWAL_FAILPOINTS"
-_CARRIED = (errors.SourceUnavailable, errors.SourceRefused, errors.SlotBusy, errors.SlotLost, errors.LakeError, errors.DecodeError)
+_CARRIED = (
+    errors.SourceUnavailable,
+    errors.SourceRefused,
+    errors.SlotBusy,
+    errors.SlotLost,
+    errors.PublicationMissing,
+    errors.LakeError,
+    errors.DecodeError,
+)
 _STARTING = 60.0  # seconds for a process to start and to copy the slot
 _ENDING = 10.0  # seconds for one to take its files away when it is to stop
 

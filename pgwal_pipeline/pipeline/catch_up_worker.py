@@ -19,8 +19,8 @@ from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Read
 from pgwal_pipeline.lsn import format_lsn
-from pgwal_pipeline.pipeline.counting import Told, describe_on, window_of
-from pgwal_pipeline.pipeline.window import read_window
+from pgwal_pipeline.pipeline.counting import Told, describe_on, keep_what_came, window_of
+from pgwal_pipeline.pipeline.window import StreamBroke, read_window
 from pgwal_pipeline.postgres.copies import SlotCopy
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
@@ -101,15 +101,19 @@ def _read(settings: Settings, start: int, end: int, version: int, teller: _Telle
         teller.say(f"{copy.name} is moved to {format_lsn(start)}")
         with copy.stream(settings.publication, start, server_version=version) as stream:
             failpoints.hit("catch_up.moved")
-            read = read_window(
-                stream,
-                ledger.lake,
-                describe_on(conn),
-                start_lsn=start,
-                end_lsn=end,
-                memory_budget=settings.memory_budget,
-                progress=teller,
-            )
+            try:
+                read = read_window(
+                    stream,
+                    ledger.lake,
+                    describe_on(conn),
+                    start_lsn=start,
+                    end_lsn=end,
+                    memory_budget=settings.memory_budget,
+                    progress=teller,
+                )
+            except StreamBroke as broke:
+                keep_what_came(ledger, settings.slot, start, broke)
+                raise
             failpoints.hit("catch_up.after_files")
             ledger.record_read(Read(window_of(settings.slot, start, end, read), Told.of(read).to_json()))
             failpoints.hit("catch_up.recorded")

@@ -14,13 +14,13 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.errors import SlotBusy
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger, Window
+from pgwal_pipeline.lake.ledger import Ledger, Read, Window
 from pgwal_pipeline.lake.raw import commit_window
 from pgwal_pipeline.lake.records import relation_from_json, relation_to_json
 from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.pipeline.changes import Look
 from pgwal_pipeline.pipeline.looks import Streamed, looks, next_xid, review_tables
-from pgwal_pipeline.pipeline.window import WindowRead
+from pgwal_pipeline.pipeline.window import StreamBroke, WindowRead
 from pgwal_pipeline.postgres import catalog
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.progress import Progress
@@ -112,6 +112,12 @@ def window_of(slot: str, start_lsn: int, end_lsn: int, read: WindowRead) -> Wind
         max_xid=read.max_xid,
         tables=read.writes,
     )
+
+
+def keep_what_came(ledger: Ledger, slot: str, start_lsn: int, broke: StreamBroke) -> None:
+    """Write down what came whole before a stream broke off, as a window of its own; see `Ledger.refined`."""
+    if broke.kept is not None:
+        ledger.record_read(Read(window_of(slot, start_lsn, broke.kept_end, broke.kept), Told.of(broke.kept).to_json()))
 
 
 def review(run: Pass, before: Mapping[TableName, Look], told: Told, ended: Snapshot) -> dict[TableName, Look]:

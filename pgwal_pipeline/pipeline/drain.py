@@ -1,5 +1,6 @@
 """The drain: everything that was committed up to one LSN goes from the slot to the lake in a single pass over the WAL."""
 
+import contextvars
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,16 +12,16 @@ from typing import Any
 import psycopg
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SlotLost, SourceUnavailable
+from pgwal_pipeline.errors import FileGone, PublicationMissing, SlotLost, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger, Plan, Read, Window
+from pgwal_pipeline.lake.ledger import Ledger, Plan, Window
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline import bootstrap as bootstraps
 from pgwal_pipeline.pipeline import catch_up
-from pgwal_pipeline.pipeline.bootstrap import Attached, attach
+from pgwal_pipeline.pipeline.bootstrap import Attached, attach, note_missing_publication
 from pgwal_pipeline.pipeline.catch_up import Pace, falling_behind
 from pgwal_pipeline.pipeline.changes import Look
-from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, open_stream, recover, review, window_of
+from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, keep_what_came, open_stream, recover, review, window_of
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
 from pgwal_pipeline.pipeline.window import StreamBroke, read_window
 from pgwal_pipeline.postgres import catalog, slot, slot_state
@@ -114,10 +115,10 @@ class _Course:
     def pause(self, error: SourceUnavailable) -> float | None:
         """Seconds before the next attempt, None where it is time to give up; a source that was never reached is not waited for."""
         now = time.monotonic()
-        if self.ended is None or (self._failures and now - self._since > _PATIENCE):
-            return None
         if not self._failures or (isinstance(error, StreamBroke) and error.kept is not None):
             self._since, self._failures = now, 0
+        if self.ended is None or now - self._since > _PATIENCE:
+            return None
         self._failures += 1
         return min(_LONGEST_PAUSE, _PAUSE * 2 ** (self._failures - 1))
 
@@ -132,14 +133,18 @@ def _drain(settings: Settings, course: _Course, noted: Noted) -> DrainReport:
         for table, reason in sorted(attached.skipped.items()):
             noted.warn(f"Table {table} is left out: {reason}.")
         run = Pass(settings, ledger, conn, attached.server_version, noted.warn, noted)
-        for window in recover(ledger.lake, ledger):
+        for window in (*attached.recovered, *_recovered(run, attached)):
             course.add(window_report(window), window.seconds)
         frontier = ledger.frontier()
         assert frontier is not None
         flushed, started = catalog.flush_lsn(conn), time.perf_counter()
         end, ended = course.choose(conn, frontier, settings.slot)
-        for report, spent in _windows(run, attached, frontier, end, ended):
-            course.add(report, spent)
+        try:
+            for report, spent in _windows(run, attached, frontier, end, ended):
+                course.add(report, spent)
+        except PublicationMissing:
+            note_missing_publication(ledger)
+            raise
         for window in ledger.windows(course.began):
             # One that was counted, but whose connection broke before its slot was confirmed.
             if window.start_lsn < window.end_lsn:
@@ -167,6 +172,22 @@ def _drain(settings: Settings, course: _Course, noted: Noted) -> DrainReport:
         lag_after=state.lag_bytes,
         seconds=dict(course.seconds),
     )
+
+
+def _recovered(run: Pass, attached: Attached) -> tuple[Window, ...]:
+    """Complete what a drain before has prepared. Where files of that are gone it is read again, for the slot has not passed it yet."""
+    try:
+        return recover(run.ledger.lake, run.ledger)
+    except FileGone as gone:
+        windows = run.ledger.prepared()
+        if attached.slot.confirmed_flush_lsn > windows[0].start_lsn:
+            raise
+        run.warn(f"{gone} That is done now.")
+        run.ledger.record_plan(
+            Plan(windows[0].start_lsn, tuple(window.end_lsn for window in windows), catalog.running_transactions(run.conn))
+        )
+        run.ledger.take_back(windows)
+        return ()
 
 
 def _windows(run: Pass, attached: Attached, frontier: int, end: int, ended: str) -> Iterator[tuple[WindowReport, Mapping[str, float]]]:
@@ -220,14 +241,18 @@ def _drain_window(run: Pass, before: Mapping[TableName, Look], ended: str, strea
         _keep(run, broke, start, ended)
         raise
     failpoints.hit("drain.after_files")
-    review(run, before, Told.of(read), Snapshot.parse(ended))
     window = window_of(run.settings.slot, start, end, read)
     started = time.perf_counter()
+
+    def commit() -> None:
+        review(run, before, Told.of(read), Snapshot.parse(ended))
+        count(run.ledger, [window])
+
     with ThreadPoolExecutor(1, "pgwal-commit") as pool:
-        commit = pool.submit(count, run.ledger, [window])
-        while not wait([commit], _ANSWER_EVERY).done:
+        committed = pool.submit(contextvars.copy_context().run, commit)
+        while not wait([committed], _ANSWER_EVERY).done:
             stream.keep_alive()
-        commit.result()
+        committed.result()
     return replace(window, seconds=read.seconds | {"write": read.seconds["write"] + time.perf_counter() - started})
 
 
@@ -236,7 +261,7 @@ def _keep(run: Pass, broke: StreamBroke, start: int, ended: str) -> None:
     if broke.kept is not None:
         failpoints.hit("drain.before_keeping")
         run.ledger.record_plan(Plan(start, (broke.kept_end,), ended))
-        run.ledger.record_read(Read(window_of(run.settings.slot, start, broke.kept_end, broke.kept), Told.of(broke.kept).to_json()))
+        keep_what_came(run.ledger, run.settings.slot, start, broke)
 
 
 def _await_confirmation(conn: psycopg.Connection[Any], name: str, lsn: int) -> None:

@@ -9,10 +9,12 @@ def drop(settings: Settings) -> list[str]:
     """Drop our slot and our publication; the lake stays. Returns what was there, as `slot NAME` or `publication NAME`.
 
     Copies of the slot go with the drain that made them. A publication that somebody else made stays. Raises SlotBusy while a drain reads
-    the slot.
+    the slot, SourceRefused where a slot of that name is of another kind than ours.
     """
     dropped = []
     with slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout), connect(settings.dsn) as conn:
+        if (state := slot.inspect(conn, settings.slot)) is not None:
+            slot.require_kind(state, conn.info.dbname)
         if slot.drop(conn, settings.slot):
             dropped.append(f"slot {settings.slot}")
         if publication.drop(conn, settings.publication):

@@ -248,25 +248,25 @@ def _settle(
     pointers: dict[TableName, TablePointer] = {}
     errors: dict[TableName, str] = {}
     warnings: list[str] = []
-    changed: list[TableState] = []
+    changed: list[tuple[TableState, TableState]] = []  # as it was planned for, and as it is now
     for work in works:
         state = work.state
         outcome = outcomes.get(state.table)
         again = _to_be_read_again(ledger, state, outcome) if isinstance(work.request, ReplaceRequest) else None
         if again is not None:
             warnings.append(f"Table {state.table}: {again.reason}.")
-            changed.append(again)
+            changed.append((state, again))
         elif isinstance(outcome, TableError):
             errors[state.table] = str(outcome)
-            changed.append(replace(state, state="error", reason=str(outcome)))
+            changed.append((state, replace(state, state="error", reason=str(outcome))))
         elif outcome is not None and work.request is not None:
             pointers[state.table] = TablePointer(work.request.current_path, outcome.version)
             if isinstance(work.request, ReplaceRequest):
-                changed.append(replace(state, published=state.generation))
+                changed.append((state, replace(state, published=state.generation)))
         elif work.pointer is not None:
             pointers[state.table] = work.pointer
     if changed:
-        ledger.amend_tables(lambda known: [_settled(known.get(state.table, state), state) for state in changed])
+        ledger.amend_tables(lambda known: [_settled(known.get(was.table, was), was, now) for was, now in changed])
     return pointers, errors, warnings
 
 
@@ -309,8 +309,13 @@ def _in_error(ledger: Ledger) -> dict[TableName, TablePublish]:
     }
 
 
-def _settled(known: TableState, outcome: TableState) -> TableState:
-    """A table's state with what the publish found out about it; the rest may have moved on meanwhile."""
+def _settled(known: TableState, planned: TableState, outcome: TableState) -> TableState:
+    """A table's state with what the publish found out about it; the rest may have moved on meanwhile.
+
+    Where a drain has had the table read again since, what the publish found out is of rows that do not count any more.
+    """
+    if known.generation != planned.generation:
+        return known
     if outcome.state == "error":
         return replace(known, state="error", reason=outcome.reason)
     if outcome.generation is None:

@@ -38,6 +38,7 @@ from pgwal_pipeline.settings import Settings
 Connection = psycopg.Connection[Any]
 
 _PENDING = ("pending", "snapshotting")
+_LEFT = ("skipped", "gone")
 _LOOK_EVERY = 0.5  # seconds between looks at what the workers have read
 _ATTEMPTS = 4  # at a chunk whose connection breaks
 _PAUSE = 1.0  # seconds before the second attempt, doubled for each one after it
@@ -46,7 +47,8 @@ _PAUSE = 1.0  # seconds before the second attempt, doubled for each one after it
 def needed(settings: Settings) -> tuple[TableName, ...]:
     """The tables that have joined but are not read whole yet."""
     states = Ledger(Lake(settings.lake)).tables().values()
-    return tuple(sorted(state.table for state in states if state.state in _PENDING or state.reading is not None))
+    reading = (state.table for state in states if state.state in _PENDING or (state.reading is not None and state.state not in _LEFT))
+    return tuple(sorted(reading))
 
 
 def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *, progress: Progress) -> SnapshotsReport:
@@ -76,7 +78,7 @@ def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *,
                     copy.wait_for_transactions(conn, state.joined_xid, max(0.0, waiting - time.monotonic()), noted.warn)
                 # A drain beside may have met changes of the table since.
                 state = ledger.tables()[planned.table]
-                if state.table not in published or state.state in ("skipped", "gone"):
+                if state.table not in published or state.state in _LEFT:
                     continue
                 if tables is not None:
                     state = replace(state, reading=None)
@@ -106,7 +108,7 @@ def _interrupted(known: TableState, why: str) -> TableState:
 
 def _followed(states: dict[TableName, TableState], table: TableName) -> TableState:
     state = states.get(table)
-    if state is None or state.state in ("skipped", "gone"):
+    if state is None or state.state in _LEFT:
         why = f": {state.reason}" if state is not None and state.reason else ""
         raise SourceRefused(f"Table {table} is not followed{why}; `pgwal status` lists the tables that are.")
     return state

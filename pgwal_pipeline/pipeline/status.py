@@ -39,18 +39,20 @@ def lag(settings: Settings) -> LagReading:
 
 
 def publish_due(ledger: Ledger) -> bool:
-    """Whether raw or a snapshot holds something that the newest publish does not."""
+    """Whether a publish would bring something: changes past the newest one, or a table that has been read whole and may join it.
+
+    Before the first publish changes alone are nothing that could be published.
+    """
     frontier = ledger.frontier()
     if frontier is None:
         return False
-    publish = ledger.publish()
-    since = publish.lsn if publish is not None else 0
-    if any(window.changes for window in ledger.windows(since) if window.end_lsn <= frontier):
+    ready = [state for state in ledger.tables().values() if state.state == "ready" and state.generation is not None]
+    if any(state.generation != state.published and (state.required_lsn or 0) <= frontier for state in ready):
         return True
-    return any(
-        state.state == "ready" and state.generation != state.published and (state.required_lsn or 0) <= frontier
-        for state in ledger.tables().values()
-    )
+    publish = ledger.publish()
+    if publish is None:
+        return any(state.published is not None for state in ready)  # one that died before its record
+    return any(window.changes for window in ledger.windows(publish.lsn) if window.end_lsn <= frontier)
 
 
 def status(settings: Settings) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from pgwal_pipeline.postgres.slot_state import (
     inspect,
     lag,
     refusal,
+    require_kind,
     require_usable,
 )
 
@@ -41,6 +42,7 @@ __all__ = [
     "force_flush",
     "inspect",
     "lag",
+    "require_kind",
     "require_usable",
 ]
 

@@ -93,12 +93,17 @@ def lag(conn: Connection, name: str) -> int:
 
 def require_usable(state: SlotState, database: str) -> None:
     """Raises SlotLost for a slot that the server has given up, SourceRefused for one that is not pgoutput's on `database`."""
+    require_kind(state, database)
     if state.lost:
         why = _INVALIDATION.get(state.invalidation_reason or "", state.invalidation_reason or "it needs WAL that is gone")
         raise SlotLost(
             f"Slot {state.name} is lost: {why}. Run `pgwal resnapshot --all` to make it anew and read every table again, and see that "
             f"the source keeps more WAL (max_slot_wal_keep_size) or is drained more often."
         )
+
+
+def require_kind(state: SlotState, database: str) -> None:
+    """Raises SourceRefused for a slot that cannot be ours, lost or not: one that is not pgoutput's on `database`."""
     if state.plugin == "":
         raise SourceRefused(f"Slot {state.name} is a physical slot, such as a standby's; set PGWAL_SLOT to another name.")
     if state.database != database:

@@ -20,7 +20,7 @@ from psycopg import errors
 from psycopg.pq import DiagnosticField, ExecStatus
 from psycopg.pq.abc import PGconn, PGresult
 
-from pgwal_pipeline.errors import PgwalError, SlotLost, SourceUnavailable
+from pgwal_pipeline.errors import PgwalError, PublicationMissing, SourceUnavailable
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.postgres.command import run
 from pgwal_pipeline.postgres.dsn import connect, replication_connection, translate
@@ -124,7 +124,7 @@ class ReplicationStream:
 
         Gives what it has once that is `max_bytes` or 20,000 messages, when `timeout` is over, or when nothing more has come for a moment,
         be it only a keepalive that moved `server_position`. Answers the server meanwhile. Raises SourceUnavailable when the stream ends or
-        breaks, SlotLost when the publication is missing at a point of the WAL, otherwise what `translate` makes of the server's error.
+        breaks, PublicationMissing when the publication was not there at a point of the WAL, otherwise what `translate` makes of the error.
         """
         if self._failure is not None:
             raise self._failure
@@ -200,6 +200,20 @@ class ReplicationStream:
         if self._looked >= self._due:
             self._tell(ask=False)
 
+    def held_back(self) -> str | None:
+        """The server's synchronized_standby_slots, where it holds this stream back until the standbys of those have what it would send.
+
+        Asked over another connection. None where it does not; from 17 on a failover slot is held back so. Raises SourceUnavailable.
+        """
+        with closing(connect(self._dsn)) as conn:
+            row = conn.execute(
+                "SELECT current_setting('synchronized_standby_slots', true) FROM pg_catalog.pg_replication_slots s "
+                "JOIN pg_catalog.pg_stat_activity a ON a.pid = s.active_pid "
+                "WHERE s.slot_name = %s AND a.wait_event = 'WaitForStandbyConfirmation'",
+                [self._slot],
+            ).fetchone()
+        return None if row is None else str(row[0])
+
     def close(self) -> None:
         """End the connection at once, whatever is under way; twice is once."""
         self._pgconn.finish()
@@ -250,13 +264,16 @@ class ReplicationStream:
         self._due = self._told + self._interval
 
     def _notice(self, result: PGresult) -> None:
-        """From 18 on a publication that is missing at a point of the WAL is a warning, and its changes are left out."""
-        if result.error_field(DiagnosticField.SQLSTATE) == b"55000":
+        """From 18 on a publication that is missing at a point of the WAL is a warning, and its changes are left out.
+
+        Its code alone says less: a standby that holds a failover slot back is warned of by the same.
+        """
+        if result.error_field(DiagnosticField.SOURCE_FUNCTION) == b"LoadPublications":
             self._warning = result
 
     def _missing_publication(self) -> PgwalError:
         return self._fail(
-            SlotLost(
+            PublicationMissing(
                 f"Publication {self._publication} is missing at a point of the WAL that slot {self._slot} has still to read: it "
                 f"was dropped, or made after the slot, and the changes there are in no stream. Run `pgwal resnapshot --all` to read every "
                 f"table again."

@@ -18,7 +18,6 @@ from deltalake import DeltaTable
 
 from pgwal_pipeline import definitions as code_location
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.local.connect import ConnectServer
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.runs import dagster_home
@@ -116,7 +115,7 @@ def stack() -> Iterator[ExitStack]:
 def test_daemons_and_workers_that_die(
     make_server: Callable[..., Postgres],
     stack: ExitStack,
-    connect_server: ConnectServer,
+    connect_address: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -132,7 +131,7 @@ def test_daemons_and_workers_that_die(
         "PGWAL_LAKE": lake.uri,
         "PGWAL_MAX_STALENESS": "3s",
         "PGWAL_BUSY_TIMEOUT": "5s",
-        "PGWAL_SPARK_REMOTE": connect_server.address,
+        "PGWAL_SPARK_REMOTE": connect_address,
         "PGWAL_SPARK_CONF": json.dumps({}),
     }
     daemons = Daemons(home, environment)

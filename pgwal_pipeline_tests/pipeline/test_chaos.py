@@ -29,6 +29,7 @@ from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source, fresh_source, no_room, wait_for
 
@@ -75,7 +76,7 @@ class Chaos:
                 self._strike(fault, process)
             else:
                 self.faults["none"] += 1
-            _, err = process.communicate(timeout=150)
+            _, err = process.communicate(timeout=300)
             self.codes[f"{fault}:{process.returncode}"] += 1
             assert "Traceback" not in err, err
         self._plain_run()
@@ -238,17 +239,24 @@ def run(
             Path("artifacts/chaos.json").write_text(json.dumps(figures | {"rows_compared": chaos.rows}, indent=1))
 
 
+@pytest.fixture
+def remote(tmp_path: Path) -> Iterator[ConnectServer]:
+    """A server to kill."""
+    with ConnectServer(Settings(spark_conf={"spark.driver.memory": "1g"}), tmp_path / "connect.log") as server:
+        yield server
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_few_faults(
-    make_server: Callable[..., Postgres], make_pipeline: Callable[..., Pipeline], connect_server: ConnectServer, spark: Any
+    make_server: Callable[..., Postgres], make_pipeline: Callable[..., Pipeline], remote: ConnectServer, spark: Any
 ) -> None:
-    run(3, 1, make_server, make_pipeline, connect_server, spark)
+    run(3, 1, make_server, make_pipeline, remote, spark)
 
 
 @pytest.mark.soak
 def test_many_faults(
-    make_server: Callable[..., Postgres], make_pipeline: Callable[..., Pipeline], connect_server: ConnectServer, spark: Any
+    make_server: Callable[..., Postgres], make_pipeline: Callable[..., Pipeline], remote: ConnectServer, spark: Any
 ) -> None:
     rounds, seed = int(os.environ.get("PGWAL_CHAOS_ROUNDS", "200")), int(os.environ.get("PGWAL_TEST_SEED", "1"))
-    run(rounds, seed, make_server, make_pipeline, connect_server, spark)
+    run(rounds, seed, make_server, make_pipeline, remote, spark)

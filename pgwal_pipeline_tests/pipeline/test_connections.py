@@ -265,3 +265,30 @@ def test_a_source_without_room_to_decode(
         assert frontier >= small
         drained(pipeline)
         assert assert_raw_is_whole(source, pipeline.settings.lake) > 250_000
+
+
+def test_a_catch_up_whose_connections_break_again_and_again(
+    source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    """What came whole of a window is kept as a window of its own, so that each attempt gets further than the one before."""
+    prepared(source)
+    pipeline = make_pipeline(memory_budget="1MB", catchup_threshold=1 << 20, catchup_slots=1)
+    drained(pipeline)
+    fill(source, 150)
+    ended = 0
+
+    def end(passed: int) -> None:
+        nonlocal ended
+        if passed % 4 == 3:
+            ended += source.value(
+                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND backend_type = 'walsender'"
+            )
+
+    at_reads(monkeypatch, end)
+    report = drained(pipeline)
+    monkeypatch.undo()
+    assert ended > 3
+    assert len(report.windows) > 2
+    assert report.warnings
+    assert assert_raw_is_whole(source, pipeline.settings.lake) == report.changes

@@ -150,7 +150,7 @@ publish(settings, lambda: spark_session(settings), progress=progress)
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_publish_is_taken_up(point: str, source: Source, pipeline: Pipeline, request: pytest.FixtureRequest) -> None:
     # A Spark of its own dies with the process in mid-merge; at the other points it is the ledger that matters.
-    remote = {} if point == "publish.in_merge" else {"PGWAL_SPARK_REMOTE": request.getfixturevalue("connect_server").address}
+    remote = {} if point == "publish.in_merge" else {"PGWAL_SPARK_REMOTE": request.getfixturevalue("connect_address")}
     for table in ("a", "b"):
         source.sql(f"CREATE TABLE {table} (id int PRIMARY KEY, v int)")
         source.sql(f"INSERT INTO {table} SELECT i, 0 FROM generate_series(1, 50) i")

@@ -1,0 +1,295 @@
+"""Gaps in what the slot brings, and drains that died with work half done: nothing is taken up that no longer holds, and nothing is stuck."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from pgwal_pipeline.errors import LakeError, SlotLost, SourceRefused, SourceUnavailable
+from pgwal_pipeline.lake.ledger import Source as LedgerSource
+from pgwal_pipeline.lake.raw import commit_window
+from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.pipeline import drain as drains
+from pgwal_pipeline.pipeline import snapshot as snapshots
+from pgwal_pipeline.pipeline import window as windows
+from pgwal_pipeline.pipeline.drop import drop
+from pgwal_pipeline.pipeline.status import publish_due
+from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.relation import TableName
+from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipeline.test_identity import caught_up, lead_to, promoted
+from pgwal_pipeline_tests.postgres.standby import standby_of
+from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
+
+MakePipeline = Callable[..., Pipeline]
+DRAIN = "from pgwal_pipeline.pipeline.drain import drain\ndrain(settings, progress=progress)"
+RENEW = "from pgwal_pipeline.pipeline.drain import renew\nrenew(settings, progress=progress)"
+SLOTS = "SELECT slot_name::text, plugin::text FROM pg_replication_slots WHERE slot_name = %s"
+
+
+def read_once(source: Source, pipeline: Pipeline) -> None:
+    """A table that has been read whole, and changes since that are not drained."""
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v int); INSERT INTO t SELECT i, 0 FROM generate_series(1, 10) i")
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    pipeline.snapshot()
+    pipeline.drain()
+    assert snapshots.needed(pipeline.settings) == ()
+    source.sql("INSERT INTO t VALUES (11, 0)")
+
+
+def killed(pipeline: Pipeline, code: str, point: str, **environment: str) -> None:
+    done = pipeline.child(code, environment={"PGWAL_FAILPOINTS": f"{point}=kill", **environment})
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def ids_in_raw(pipeline: Pipeline) -> list[int]:
+    return sorted(pl.read_delta(pipeline.lake.raw(TableName("public", "t")))["id"].to_list())
+
+
+@pytest.mark.parametrize("point", ["renew.before_slot", "renew.after_slot", "renew.after_origin", "renew.after_tables"])
+def test_a_slot_whose_renewal_was_cut_off_is_never_gone_on_from(point: str, source: Source, make_pipeline: MakePipeline) -> None:
+    """Whenever the way back was interrupted: what was not in any stream is read again, whatever runs next."""
+    pipeline = make_pipeline()
+    read_once(source, pipeline)
+    source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
+    killed(pipeline, RENEW, point)
+    source.sql("INSERT INTO t VALUES (12, 0)")
+    try:
+        pipeline.drain()
+    except SlotLost:
+        drains.renew(pipeline.settings, progress=Silent())
+        pipeline.drain()
+    assert snapshots.needed(pipeline.settings) == (TableName("public", "t"),)
+    pipeline.snapshot()
+    pipeline.drain()
+    assert snapshots.needed(pipeline.settings) == ()
+
+
+def test_a_lost_slot_from_before_anything_was_read_is_made_anew(make_server: Callable[..., Postgres], make_pipeline: MakePipeline) -> None:
+    server = make_server(max_slot_wal_keep_size="1MB", wal_keep_size="0", max_wal_size="32MB", min_wal_size="32MB")
+    with fresh_source(server) as source:
+        source.sql("CREATE TABLE t (id int PRIMARY KEY)")
+        pipeline = make_pipeline(source_dsn=source.dsn)
+        pipeline.source = source
+        killed(pipeline, DRAIN, "bootstrap.after_slot")
+
+        def lost() -> bool:
+            source.sql("INSERT INTO t SELECT coalesce(max(id), 0) + 1 FROM t")
+            source.sql("SELECT pg_switch_wal()")
+            source.sql("CHECKPOINT")
+            return source.value("SELECT wal_status FROM pg_replication_slots WHERE slot_name = %s", pipeline.settings.slot) == "lost"
+
+        wait_for(lost, what="the slot to be lost")
+        with pytest.raises(SlotLost):
+            pipeline.drain()
+        drains.renew(pipeline.settings, progress=Silent())
+        pipeline.drain()
+
+
+def test_a_slot_of_somebody_else_is_neither_renewed_nor_dropped(source: Source, make_pipeline: MakePipeline) -> None:
+    pipeline = make_pipeline()
+    read_once(source, pipeline)
+    name = pipeline.settings.slot
+    source.sql("SELECT pg_drop_replication_slot(%s)", name)
+    source.sql("SELECT pg_create_logical_replication_slot(%s, 'test_decoding')", name)
+    with pytest.raises(SourceRefused, match="test_decoding"):
+        drains.renew(pipeline.settings, progress=Silent())
+    with pytest.raises(SourceRefused, match="test_decoding"):
+        drop(pipeline.settings)
+    assert source.sql(SLOTS, name) == [(name, "test_decoding")]
+    source.sql("SELECT pg_drop_replication_slot(%s)", name)
+    source.sql("SELECT pg_create_physical_replication_slot(%s)", name)
+    with pytest.raises(SourceRefused, match="physical"):
+        drop(pipeline.settings)
+    assert source.sql(SLOTS, name) == [(name, None)]
+    source.sql("SELECT pg_drop_replication_slot(%s)", name)
+    assert drop(pipeline.settings) == [f"publication {pipeline.settings.publication}"]
+
+
+def test_a_publication_that_had_another_name_for_a_while(source: Source, make_pipeline: MakePipeline) -> None:
+    """Neither its name nor its oid tells of it, only the stream; the way on is the same as for one that was dropped."""
+    pipeline = make_pipeline()
+    read_once(source, pipeline)
+    name = pipeline.settings.publication
+    pipeline.drain()
+    source.sql(f"ALTER PUBLICATION {name} RENAME TO hidden")
+    source.sql("INSERT INTO t VALUES (12, 0)")
+    source.sql(f"ALTER PUBLICATION hidden RENAME TO {name}")
+    for _ in range(2):
+        with pytest.raises(SlotLost, match="resnapshot --all"):
+            pipeline.drain()
+    drains.renew(pipeline.settings, progress=Silent())
+    pipeline.drain()
+    assert snapshots.needed(pipeline.settings) == (TableName("public", "t"),)
+
+
+def test_what_a_drain_left_prepared_and_a_table_made_anew_since(source: Source, make_pipeline: MakePipeline) -> None:
+    """Its column has another type now; both are in raw, under the names that they have there."""
+    pipeline = make_pipeline()
+    read_once(source, pipeline)
+    pipeline.drain()
+    source.sql("ALTER TABLE t ADD c int; INSERT INTO t VALUES (12, 0, 7)")
+    killed(pipeline, DRAIN, "drain.after_prepared")
+    source.sql("DROP TABLE t; CREATE TABLE t (id int PRIMARY KEY, c text)")
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    source.sql("INSERT INTO t VALUES (13, 'seven')")
+    pipeline.drain()
+    assert ids_in_raw(pipeline) == [11, 12, 13]
+
+
+def test_a_prepared_file_that_is_gone_is_read_again(source: Source, make_pipeline: MakePipeline) -> None:
+    pipeline = make_pipeline()
+    source.sql("CREATE TABLE other (id int PRIMARY KEY)")
+    read_once(source, pipeline)
+    source.sql("INSERT INTO other VALUES (1)")
+    pipeline.drain()
+    source.sql("INSERT INTO t VALUES (12, 0); INSERT INTO other VALUES (2)")
+    killed(pipeline, DRAIN, "drain.after_prepared")
+    (window,) = pipeline.ledger.prepared()
+    done, gone = sorted(window.tables, key=lambda write: write.table)
+    commit_window(pipeline.lake, window.key, [done])
+    Path(gone.path, gone.files[0].path).unlink()
+    source.sql("INSERT INTO t VALUES (13, 0)")
+    report = pipeline.drain()
+    assert any("is gone" in warning for warning in report.warnings)
+    assert ids_in_raw(pipeline) == [11, 12, 13]
+    assert sorted(pl.read_delta(pipeline.lake.raw(TableName("public", "other")))["id"].to_list()) == [1, 2]
+    assert pipeline.ledger.prepared() == ()
+
+
+def slot_on(standby: Source, primary: Source, name: str) -> None:
+    """A logical slot on a standby, which waits for the primary to tell which transactions run."""
+    made = threading.Thread(target=lambda: standby.connect().execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [name]))
+    made.start()
+    while made.is_alive():
+        primary.sql("SELECT pg_log_standby_snapshot()")
+        made.join(0.2)
+
+
+def test_a_failover_with_the_slot_goes_on_without_what_never_was(
+    make_server: Callable[..., Postgres], make_pipeline: MakePipeline, tmp_path: Path, spark: Any
+) -> None:
+    """The windows of a plan that were read from the old primary, past where the standby took over, are not taken for the new one's."""
+    server = make_server(hot_standby_feedback="on")
+    with fresh_source(server) as source:
+        source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+        pipeline = make_pipeline(source_dsn=source.dsn, catchup_threshold=1 << 20, catchup_slots=1)
+        pipeline.source = source
+        pipeline.drain()
+        with standby_of(source, tmp_path / "heir") as heir:
+            caught_up(source, heir)
+            slot_on(heir, source, pipeline.settings.slot)
+            source.sql("INSERT INTO t SELECT i, 'both' FROM generate_series(1, 10) i")
+            pipeline.drain()
+            caught_up(source, heir)
+            heir.server.stop()  # what comes now it never gets
+            source.sql("INSERT INTO t SELECT i, repeat(md5(i::text), 50) FROM generate_series(101, 5000) i")
+            killed(pipeline, DRAIN, "catch_up.all_read", PGWAL_CATCHUP_THRESHOLD="1MB", PGWAL_CATCHUP_SLOTS="1")
+            plan = pipeline.ledger.plan()
+            assert plan is not None
+            assert len(pipeline.ledger.reads(plan)) == 2
+            source.server.stop()
+            heir.close()
+            heir.server.start()
+            promoted(heir)
+            heir.sql("INSERT INTO t SELECT i, 'after' FROM generate_series(11, 20) i")
+            after = lead_to(make_pipeline, pipeline, heir, spark)
+            after.drain()
+            assert ids_in_raw(after) == list(range(1, 21))
+            heir.sql("INSERT INTO t SELECT i, repeat(md5(i::text), 50) FROM generate_series(21, 5000) i")
+            after.drain()
+            assert ids_in_raw(after) == list(range(1, 5001))
+
+
+def test_a_source_that_waits_for_a_standby_that_is_away(
+    make_server: Callable[..., Postgres], make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The walsender answers all the time, and sends nothing: that is said, and given up in the end; later it goes on."""
+    monkeypatch.setattr(windows, "_HELD_LOOK", 0.5)
+    monkeypatch.setattr(windows, "_HELD", 2.0)
+    monkeypatch.setattr(drains, "_PATIENCE", 1.0)
+    server = make_server(synchronized_standby_slots="standby_1")
+    with fresh_source(server) as source:
+        source.sql("CREATE TABLE t (id int PRIMARY KEY)")
+        source.sql("SELECT pg_create_physical_replication_slot('standby_1', true)")
+        pipeline = make_pipeline(source_dsn=source.dsn)
+        pipeline.source = source
+        drains.bootstrap(pipeline.settings, progress=Silent())
+        assert source.value("SELECT failover FROM pg_replication_slots WHERE slot_name = %s", pipeline.settings.slot)
+        source.sql("INSERT INTO t VALUES (1)")
+        with pytest.raises(SourceUnavailable, match=r"synchronized_standby_slots \(standby_1\)"):
+            pipeline.drain()
+        source.sql("ALTER SYSTEM SET synchronized_standby_slots = ''")
+        source.sql("SELECT pg_reload_conf()")
+        server.settings.pop("synchronized_standby_slots")
+        server.restart()
+        source.close()
+        pipeline.drain()
+        assert ids_in_raw(pipeline) == [1]
+
+
+def test_a_table_that_goes_while_it_is_read_asks_for_no_snapshot(source: Source, make_pipeline: MakePipeline) -> None:
+    pipeline = make_pipeline()
+    source.sql("CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1); CREATE TABLE other (id int PRIMARY KEY)")
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    killed(pipeline, "from pgwal_pipeline.pipeline.snapshot import snapshot\nsnapshot(settings, progress=progress)", "snapshot.after_table")
+    state = pipeline.ledger.tables()[TableName("public", "t")]
+    pipeline.ledger.record_tables([type(state)(**{**_fields(state), "reading": "begun", "generation": None})])
+    source.sql("DROP TABLE t")
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    assert pipeline.ledger.tables()[TableName("public", "t")].state == "gone"
+    pipeline.snapshot()
+    assert snapshots.needed(pipeline.settings) == ()
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in state.__dataclass_fields__}
+
+
+def test_nothing_is_due_before_a_table_has_been_read_whole(source: Source, make_pipeline: MakePipeline) -> None:
+    """A publish that would bring nothing is not asked for, or it would be at every look."""
+    pipeline = make_pipeline()
+    source.sql("CREATE TABLE t (id int PRIMARY KEY)")
+    pipeline.drain()
+    source.sql("INSERT INTO t VALUES (1)")
+    pipeline.drain()
+    assert not publish_due(pipeline.ledger)
+    pipeline.snapshot()
+    pipeline.drain()
+    assert publish_due(pipeline.ledger)
+
+
+def test_patience_is_measured_from_the_last_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    course = drains._Course(None)
+    course.ended = "1:1:"
+    broke = SourceUnavailable("gone")
+    forward = windows.StreamBroke(broke, kept=object(), kept_end=1)  # pyright: ignore[reportArgumentType]
+    for _ in range(5):  # a connection that lives for ten minutes at a time
+        assert course.pause(forward) is not None
+        clock[0] += 600
+    assert course.pause(broke) is None, "ten minutes without getting any further"
+    clock[0] = 0
+    course = drains._Course(None)
+    course.ended = "1:1:"
+    assert course.pause(broke) is not None
+    clock[0] += 59
+    assert course.pause(broke) is not None
+    clock[0] += 2
+    assert course.pause(broke) is None
+
+
+def test_a_lake_that_another_source_has_just_taken(source: Source, make_pipeline: MakePipeline) -> None:
+    pipeline = make_pipeline()
+    pipeline.drain()
+    recorded = pipeline.ledger.source()
+    assert recorded is not None
+    pipeline.ledger.record_source(LedgerSource(**{**_fields(recorded), "timeline": 2}))
+    with pytest.raises(LakeError, match="taken by another pipeline"):
+        pipeline.ledger.record_source(LedgerSource(**{**_fields(recorded), "system_identifier": recorded.system_identifier + 1}))
