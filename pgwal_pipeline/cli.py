@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _INTERRUPTION = "interrupted; what was complete is safe, and the next run goes on from there."
 _CLEAN_SECONDS = 20.0  # what an interrupted command gets to unwind; every state it may be cut off in is one the next run starts from
+_DEMO_CLEAN_SECONDS = 120.0  # more than the bounds of all its parts together: cut off, it would leave its Postgres behind
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -38,14 +39,14 @@ def main() -> None:
     load_dotenv(".env")
 
 
-def _command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn what a command raises into one sentence on stderr and an exit code."""
+def _command(function: Callable[..., Any], clean_seconds: float | None = None) -> Callable[..., Any]:
+    """Turn what a command raises into one sentence on stderr and an exit code; interrupted, it has `clean_seconds` to end."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         from pgwal_pipeline.errors import PgwalError
 
-        interrupted = _watch_signals()
+        interrupted = _watch_signals(_CLEAN_SECONDS if clean_seconds is None else clean_seconds)
         try:
             return function(*args, **kwargs)
         except PgwalError as error:
@@ -53,7 +54,11 @@ def _command(function: Callable[..., Any]) -> Callable[..., Any]:
         except KeyboardInterrupt:
             time.sleep(0.05)  # for the watching thread to say which one it was
             _fail(_INTERRUPTION, _EXIT_CODES[interrupted[0] if interrupted else signal.SIGINT])
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+        except click.Abort:
+            if interrupted:  # at a question, where click makes this of a KeyboardInterrupt
+                _fail(_INTERRUPTION, _EXIT_CODES[interrupted[0]])
+            raise
+        except (click.ClickException, click.exceptions.Exit):
             raise
         except BaseException as error:
             if isinstance(error, SystemExit) or os.environ.get("PGWAL_DEBUG"):
@@ -66,11 +71,11 @@ def _command(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _watch_signals() -> list[signal.Signals]:
+def _watch_signals(clean_seconds: float) -> list[signal.Signals]:
     """Let SIGINT and SIGTERM interrupt the command; the signals that came, the first one first.
 
-    Whoever is stuck in a library then has a bounded time to unwind, after which the process ends all the same. Dagster puts handlers of its
-    own in place while a run is executed, so what came is learned from the wakeup descriptor, which every handler leaves alone.
+    Whoever is stuck in a library then has `clean_seconds` to unwind, after which the process ends all the same. Dagster puts handlers of
+    its own in place while a run is executed, so what came is learned from the wakeup descriptor, which every handler leaves alone.
     """
     came: list[signal.Signals] = []
     reader, writer = socket.socketpair()
@@ -79,11 +84,12 @@ def _watch_signals() -> list[signal.Signals]:
     def watch(_alive: object = writer) -> None:
         while not came:
             came.extend(signal.Signals(number) for number in reader.recv(1) if number in _EXIT_CODES)
-        time.sleep(_CLEAN_SECONDS)
+        time.sleep(clean_seconds)
         print(f"pgwal: {_INTERRUPTION}", file=sys.stderr, flush=True)  # noqa: T201 - click may be locked by what is stuck
         os._exit(_EXIT_CODES[came[0]])
 
-    def interrupt(_number: int, _frame: object) -> None:
+    def interrupt(number: int, _frame: object) -> None:
+        came.append(signal.Signals(number))
         raise KeyboardInterrupt
 
     threading.Thread(target=watch, name="pgwal-signals", daemon=True).start()
@@ -342,7 +348,7 @@ def drop(yes: bool, as_json: bool) -> None:
 
 
 @main.command()
-@_command
+@functools.partial(_command, clean_seconds=_DEMO_CLEAN_SECONDS)
 def demo() -> None:
     """A small shop on an embedded Postgres with the whole pipeline and Dagster's UI on it. Ctrl-C ends it."""
     from pgwal_pipeline.demo.run import run_demo

@@ -16,6 +16,8 @@ from pgwal_pipeline.errors import SettingError
 
 PREFIX = "PGWAL_"
 
+_SHOWN = 80  # characters of a wrong value that its message repeats
+_SECRET = frozenset({"source_dsn", "spark_conf", "spark_remote"})
 _UNITS = {"B": 1, "": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
 _SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -51,6 +53,11 @@ def _parse_conf(value: Any) -> Any:
     if not isinstance(conf, dict) or not all(isinstance(item, (str, int, float, bool)) for item in conf.values()):
         raise ValueError('a JSON object of Spark settings such as {"spark.driver.memory": "4g"}')
     return {str(name): json.dumps(item) if isinstance(item, bool) else str(item) for name, item in conf.items()}
+
+
+def _may_hold_secret(name: str, value: str) -> bool:
+    """Whether a wrong value must not be repeated: of some settings none, of the others none that looks like an address or a DSN."""
+    return name in _SECRET or "://" in value or "=" in value
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
@@ -116,10 +123,20 @@ class Settings(BaseModel):
     @field_validator("lake")
     @classmethod
     def _lake_uri(cls, value: str) -> str:
-        if re.fullmatch(r"s3a?://[^/]+(/.*)?", value):
+        if re.fullmatch(r"s3a?://[^/@]+(/.*)?", value):
             return "s3://" + value.split("://", 1)[1].rstrip("/")
-        folder = Path(value).expanduser().absolute()
-        if value.strip() == "" or "://" in value or folder.is_file():
+        if value.strip() == "" or "://" in value:
+            raise ValueError
+        try:
+            folder = Path(value).expanduser().absolute()
+            is_file = folder.is_file()
+        except (OSError, RuntimeError) as error:
+            shown = "" if _may_hold_secret("lake", value) else f", {value[:_SHOWN]!r},"
+            reason = str(error.strerror if isinstance(error, OSError) else error).rstrip(".")
+            raise SettingError(
+                f"{PREFIX}LAKE{shown} cannot be looked at ({reason}); set it to a folder that this user can reach, or to s3://bucket/prefix."
+            ) from None
+        if is_file:
             raise ValueError
         return str(folder)
 
@@ -164,5 +181,6 @@ class Settings(BaseModel):
             name = str(first["loc"][0])
             field = cls.model_fields.get(name)
             takes = field.description if field is not None else "no value: there is no such setting"
-            shown = "" if name == "source_dsn" else f" is {str(first['input'])[:80]!r}, but it"
+            value = str(first["input"])
+            shown = "" if _may_hold_secret(name, value) else f" is {value[:_SHOWN]!r}, but it"
             raise SettingError(f"{PREFIX}{name.upper()}{shown} takes {takes}.") from None

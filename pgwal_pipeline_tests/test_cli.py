@@ -70,7 +70,7 @@ def test_the_main_job_from_nothing(source: Source, commands: Commands, request: 
     assert set(first["seconds"]) == {"drain", "decode", "write", "snapshot", "session", "publish", "total"}
     assert any("nokey" in warning for warning in first["warnings"])
     # The first command had a Spark of its own; for the others a warm one is at hand.
-    commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_server").address
+    commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_address")
     source.sql('UPDATE "Order Lines" SET line = 2 WHERE id = 3')
     second = commands.json("sync")
     assert (second["changes"], [window["changes"] for window in second["windows"]]) == (1, [1])
@@ -99,7 +99,7 @@ def test_the_main_job_from_nothing(source: Source, commands: Commands, request: 
 def test_a_table_that_waits_for_an_old_transaction_holds_up_no_other(
     source: Source, commands: Commands, request: pytest.FixtureRequest
 ) -> None:
-    commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_server").address
+    commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_address")
     source.sql("CREATE TABLE t (id int PRIMARY KEY); CREATE TABLE other (id int PRIMARY KEY)")
     commands.json("drain")
     old = source.connect(autocommit=False)
@@ -122,7 +122,8 @@ BAD = [
     ({"PGWAL_LAG_THRESHOLD": "many"}, 2, "PGWAL_LAG_THRESHOLD"),
     ({"PGWAL_SOURCE_DSN": ""}, 2, "PGWAL_SOURCE_DSN"),
     ({"PGWAL_LAKE": "ftp://host/x"}, 2, "PGWAL_LAKE"),
-    ({"PGWAL_SPARK_CONF": "[1]"}, 2, "PGWAL_SPARK_CONF"),
+    ({"PGWAL_LAKE": "~nosuchuser/x"}, 2, "PGWAL_LAKE"),
+    ({"PGWAL_SPARK_CONF": '["s3cret"]'}, 2, "PGWAL_SPARK_CONF"),
     ({"PGWAL_SLOT": "Bad-Name"}, 2, "PGWAL_SLOT"),
     ({"PGWAL_SOURCE_DSN": "postgresql://someone:s3cret@127.0.0.1:1/db"}, 1, "127.0.0.1"),
 ]
@@ -160,6 +161,24 @@ def test_a_place_that_is_no_folder_for_dagster(tmp_path: Path) -> None:
     assert "DAGSTER_HOME" in err
 
 
+@pytest.mark.parametrize(("answer", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), ("n\n", 1)])
+def test_the_question_before_a_drop_may_be_interrupted(answer: signal.Signals | str, code: int, tmp_path: Path) -> None:
+    environment = Commands(tmp_path, "host=127.0.0.1 port=1").environment
+    command, pipe = [sys.executable, "-m", "pgwal_pipeline.cli", "drop"], subprocess.PIPE
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdin is not None
+    assert process.stderr is not None
+    assert process.stderr.read(len("Drop slot")) == "Drop slot"
+    if isinstance(answer, str):
+        process.stdin.write(answer)
+        process.stdin.flush()
+    else:
+        process.send_signal(answer)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert ("interrupted" in err) == (code != 1)
+
+
 def test_who_holds_up_the_slot_is_named_by_the_command_that_makes_it(source: Source, commands: Commands) -> None:
     source.sql("CREATE TABLE t (id int PRIMARY KEY)")
     old = source.connect(autocommit=False)
@@ -190,6 +209,6 @@ def test_interrupted_sync_ends_clean(
     assert process.returncode == code, err
     assert time.monotonic() - started < 30
     assert "interrupted" in err
-    commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_server").address
+    commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_address")
     assert commands.json("sync")["publish"] is not None
     assert source.value("SELECT count(*) FROM pg_replication_slots WHERE active AND slot_name = 'cli_test'") == 0

@@ -5,10 +5,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from dagster import DagsterInstance
 from dagster._core.instance import InstanceRef
 from dotenv import dotenv_values
 
+from pgwal_pipeline.asset_specs import EQUALS_SOURCE_CHECK, FOLLOWED_CHECK, HEALTH_CHECK
+from pgwal_pipeline.lake.layout import _PASSED_ON
 from pgwal_pipeline.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +54,28 @@ def test_dagsters_instance_loads_and_keeps_its_runs_where_pgwal_does(tmp_path: P
     monkeypatch.setenv("DAGSTER_HOME", str(home))
     with DagsterInstance.get() as instance:
         assert instance.get_dynamic_partitions("windows") == ["a"]
+
+
+@pytest.mark.parametrize("path", ["dagster.yaml", "deploy/dagster.yaml", "pgwal_pipeline/instance.yaml"])
+def test_no_instance_lets_a_run_seem_to_work_for_ever(path: str) -> None:
+    assert yaml.safe_load((ROOT / path).read_text())["run_monitoring"]["max_runtime_seconds"] == 86400
+
+
+def test_what_executes_runs_in_the_deployment() -> None:
+    code = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())["services"]["code"]
+    assert code["hostname"], "runs are known as dead by their host's name"
+    handed_on = {name for name, value in code["environment"].items() if value is None}
+    # One that stands there by itself would win over a password file.
+    assert "PGPASSWORD" in handed_on
+    assert {*_PASSED_ON, "AWS_ENDPOINT_URL_S3"} <= handed_on
+    given = {PREFIX + name.upper() for name in Settings.model_fields} - set(code["environment"])
+    assert given == set()
+
+
+def test_the_readme_names_what_runs_by_itself_and_what_is_checked() -> None:
+    readme = (ROOT / "README.md").read_text()
+    names = {"wal_lag", "new_tables", "hourly_sync", "nightly_maintenance", HEALTH_CHECK, FOLLOWED_CHECK, EQUALS_SOURCE_CHECK}
+    assert {name for name in names if f"`{name}`" not in readme} == set()
 
 
 def test_constraints_are_exact_and_cover_what_is_asked_for() -> None:

@@ -34,7 +34,12 @@ def judge_health(slot_name: str, reading: LagReading, bytes_per_second: float | 
     """Whether the slot lives, and for how long it will at `bytes_per_second` of WAL, if the server bounds what a slot may keep."""
     error, warn = dg.AssetCheckSeverity.ERROR, dg.AssetCheckSeverity.WARN
     if not reading.slot_exists:
-        return Verdict(False, warn, f"There is no slot {slot_name} yet; the next sync makes it.", {})
+        # Whether there should be one only the lake knows, which is more than a reading of the slot tells.
+        sentence = (
+            f"There is no slot {slot_name}. The next sync makes it, unless the lake was fed by it already and PGWAL_ON_SLOT_LOSS is stop: "
+            "then run `pgwal resnapshot --all`."
+        )
+        return Verdict(False, warn, sentence, {})
     metadata: dict[str, Any] = {"pgwal/wal_status": reading.wal_status or "unknown", "pgwal/lag_bytes": reading.lag_bytes}
     if bytes_per_second is not None:
         metadata["pgwal/wal_bytes_per_second"] = round(bytes_per_second)

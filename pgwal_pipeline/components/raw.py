@@ -75,7 +75,7 @@ def _drain_and_report(context: StepContext, source: CdcSource) -> WindowReport |
 def report_windows(context: StepContext, source: CdcSource, report: DrainReport, *, own_key: str | None = None) -> None:
     """Make partitions of a drain's windows and materialize raw tables in them, but for what the step yields itself.
 
-    That is the known tables in the window `own_key`. Partitions of windows that are no more are removed.
+    That is the known tables in the window `own_key`.
     """
     known = {table.table for table in source.tables}
     others = [window.key for window in report.windows if window.key != own_key]
@@ -86,8 +86,6 @@ def report_windows(context: StepContext, source: CdcSource, report: DrainReport,
         for table in sorted(tables):
             metadata = _metadata(window, _counts(window, table))
             context.log_event(dg.AssetMaterialization(source.names.raw(table), partition=window.key, metadata=metadata))
-    for key in report.removed_keys:
-        context.instance.delete_dynamic_partition(source.windows_name, key)
 
 
 def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[DrainReport, Look | None]:

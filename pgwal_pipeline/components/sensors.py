@@ -170,7 +170,7 @@ def build_new_table_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition
 
 def look_for_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> dg.SensorResult:
     """Ask for a snapshot while tables of the publication are not read whole yet, one at a time, with pauses after failures."""
-    attempt = int(context.cursor or 0)
+    attempt = _attempt(context.cursor)
     try:
         waiting = slot.needs_snapshot()
         if not waiting:
@@ -184,6 +184,14 @@ def look_for_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, 
         return dg.SensorResult(skip_reason=f"To be read: {names}. {held}")
     request = dg.RunRequest(run_key=f"snapshot {window_key(position)}#{attempt + 1}")
     return dg.SensorResult(run_requests=[request], cursor=str(attempt + 1))
+
+
+def _attempt(cursor: str | None) -> int:
+    """How many snapshots were asked for, as the cursor has it; 0 for none, or one of another version."""
+    try:
+        return int(cursor or 0)
+    except ValueError:
+        return 0
 
 
 def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition]:

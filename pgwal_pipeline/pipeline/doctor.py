@@ -1,7 +1,9 @@
 """Everything the pipeline stands on, looked at one by one before anything is touched."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from pgwal_pipeline.errors import PgwalError, SettingError, SlotLost
@@ -31,7 +33,7 @@ class Check:
 
 
 def examine(environment: Mapping[str, str]) -> list[Check]:
-    """Look at settings, source, lake and Spark; never raises for what it finds wrong, and changes nothing."""
+    """Look at settings, source, lake, Dagster's folder and Spark; never raises for what it finds wrong, and changes nothing."""
     try:
         settings = Settings.from_environment(environment)
         dsn = settings.dsn
@@ -45,6 +47,7 @@ def examine(environment: Mapping[str, str]) -> list[Check]:
     checks.append(_probe("lake", lambda: _lake(settings)))
     if all(check.ok for check in checks):  # else they have said already what is in the way
         checks.append(_probe("agreement", lambda: _agreement(settings)))
+    checks.append(_dagster(environment.get("DAGSTER_HOME") or ".dagster"))
     remote = settings.spark_remote
     checks.append(_probe("java", _java) if remote is None else _probe("spark", lambda: _spark(remote)))
     return checks
@@ -82,6 +85,22 @@ def _agreement(settings: Settings) -> Check:
             raise
         return Check("agreement", True, f"{loss} The next run does so, as PGWAL_ON_SLOT_LOSS=resnapshot says.")
     return Check("agreement", True, "source, slot, publication and lake belong together")
+
+
+def _dagster(folder: str) -> Check:
+    """Whether Dagster's instance can be in `folder`, which the first run makes."""
+    home = place = Path(folder).absolute()
+    try:
+        while not (place.exists() or place.is_symlink()):
+            place = place.parent
+        reason = None if place.is_dir() else f"{place} is no folder"
+        if reason is None and not os.access(place, os.W_OK | os.X_OK):
+            reason = f"this user may not write to {place}"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason is not None:
+        return Check("dagster", False, f"DAGSTER_HOME cannot be {home} ({reason})", "Set DAGSTER_HOME to a folder that can be written to.")
+    return Check("dagster", True, f"{home} is writable" if place == home else f"the first run makes {home}")
 
 
 def _spark(address: str) -> Check:

@@ -85,7 +85,7 @@ class DrainReport:
     """What one drain did: the windows in the order of their LSNs, none when there was nothing to read.
 
     `tables` has every published table, idle ones with zeros. `lag_before` and `lag_after` are bytes between the slot's confirmed position
-    and the source's last flushed one. `removed_keys` are windows pruned or put aside, whose partitions may go.
+    and the source's last flushed one.
     """
 
     windows: tuple[WindowReport, ...]
@@ -94,7 +94,6 @@ class DrainReport:
     lag_before: int = 0
     lag_after: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    removed_keys: tuple[str, ...] = ()
 
     @property
     def changes(self) -> int:

@@ -376,13 +376,16 @@ def _read_error(error: psycopg.Error, relation: Relation, conn: Connection) -> P
         role = conn.info.user
         return TableError(
             str(table),
-            f"Role {role} may not read table {table} ({error.diag.message_primary}); run GRANT SELECT ON {table} TO {quote_ident(role)}.",
+            f"Role {role} may not read table {table} ({error.diag.message_primary}); "
+            f"run GRANT SELECT ON {table} TO {quote_ident(role)}, then `pgwal resnapshot '{table}'`.",
         )
     if isinstance(error, errors.UndefinedTable | errors.UndefinedColumn | errors.UndefinedObject | errors.InvalidSchemaName):
         return TableChanged(str(table), f"Table {table} was altered while it was read ({error.diag.message_primary}); read it again.")
     if isinstance(error, errors.CharacterNotInRepertoire | errors.UntranslatableCharacter):
         return TableError(
-            str(table), f"Table {table} holds text that the source cannot write as UTF-8 ({error.diag.message_primary}); correct it there."
+            str(table),
+            f"Table {table} holds text that the source cannot write as UTF-8 ({error.diag.message_primary}); "
+            f"correct it there, then run `pgwal resnapshot '{table}'`.",
         )
     return translate(error, f"reading table {table}")
 
@@ -392,5 +395,5 @@ def _hidden_rows(relation: Relation, conn: Connection) -> TableError:
     return TableError(
         str(table),
         f"Row-level security of table {table} may hide rows from role {role}, though the stream has them; "
-        f"run ALTER ROLE {quote_ident(role)} BYPASSRLS.",
+        f"run ALTER ROLE {quote_ident(role)} BYPASSRLS, then `pgwal resnapshot '{table}'`.",
     )

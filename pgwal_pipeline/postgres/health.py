@@ -188,6 +188,9 @@ def _publication(source: _Source) -> Check:
     count = len(tables_of(source.conn, name))
     found = f"publication {name} is {'ours' if ours else 'not ours and used as it is'}, with {_counted(count, 'table')}"
     if ours:
+        refusal = publication.refusal(source.conn, name, source.globs)
+        if refusal is not None:
+            return Check("publication", False, refusal, "Do as the sentence says, then look again.")
         return Check("publication", True, found)
     lacks = [text for text, there in (("some of insert, update, delete, truncate", everything), ("partition roots", via_root)) if not there]
     if not lacks:

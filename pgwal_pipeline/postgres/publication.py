@@ -90,6 +90,16 @@ def creation_sql(conn: Connection, name: str, globs: str) -> str:
     return _create(name, tables, conn.info.server_version)
 
 
+def refusal(conn: Connection, name: str, globs: str) -> str | None:
+    """Why `ensure` would refuse to bring ours in step, with all that its owner has to run; None where it would not. Nothing is changed."""
+    found = _find(conn, name)
+    if found is None or not found.ours:
+        return None
+    wanted = {candidate.oid: candidate for candidate in candidate_tables(conn, globs) if candidate.reason is None}
+    _, statements = _alterations(conn, name, found, wanted)
+    return _refusal(conn, name, found, "; ".join(statements))
+
+
 def _ensure(conn: Connection, name: str, globs: str) -> Publication:
     with conn.transaction():
         if not _standby(conn):
@@ -124,6 +134,24 @@ def _alter(
     conn: Connection, name: str, found: _Found, wanted: dict[int, Candidate], skipped: dict[TableName, str]
 ) -> tuple[TableName, ...]:
     """Bring ours in step; `skipped` gets the tables that cannot be put in. Returns those that were."""
+    joining, statements = _alterations(conn, name, found, wanted)
+    refused = _refusal(conn, name, found, _shown("; ".join(statements)))
+    if refused is not None:
+        raise SourceRefused(refused)
+    role = _role(conn)
+    for candidate in joining:
+        if not candidate.owned:
+            skipped[candidate.table] = (
+                f"role {role} does not own it, so it cannot be published; "
+                f"GRANT {quote_ident(candidate.owner)} TO {quote_ident(role)} mends it"
+            )
+    for statement in statements:
+        _run(conn, statement)
+    return tuple(candidate.table for candidate in joining if candidate.owned)
+
+
+def _alterations(conn: Connection, name: str, found: _Found, wanted: dict[int, Candidate]) -> tuple[list[Candidate], list[str]]:
+    """The tables that ours lacks, and the statements that bring it in step, but for those of them that the role does not own."""
     held = _held(conn, found.oid)
     leaving = [table for oid, table in held.items() if oid not in wanted]
     joining = [candidate for oid, candidate in wanted.items() if oid not in held]
@@ -133,28 +161,26 @@ def _alter(
         statements.append(f"ALTER PUBLICATION {publication} DROP TABLE {_table_list(leaving)}")
     if not found.in_step:
         statements.append(f"ALTER PUBLICATION {publication} SET ({_options(conn.info.server_version)})")
-    barred = [candidate for candidate in joining if not candidate.owned]
-    joining = [candidate for candidate in joining if candidate.owned]
-    if joining:
-        statements.append(f"ALTER PUBLICATION {publication} ADD TABLE {_table_list([candidate.table for candidate in joining])}")
+    owned = [candidate.table for candidate in joining if candidate.owned]
+    if owned:
+        statements.append(f"ALTER PUBLICATION {publication} ADD TABLE {_table_list(owned)}")
+    return joining, statements
+
+
+def _refusal(conn: Connection, name: str, found: _Found, statements: str) -> str | None:
+    """Why `statements` cannot be run here; None where they can, or there are none."""
     if statements and _standby(conn):
-        raise SourceRefused(
+        return (
             f"Publication {name} is not in step with PGWAL_TABLES, and the source is a standby, where it cannot be altered; "
-            f"on its primary run {_shown('; '.join(statements))}."
+            f"on its primary run {statements}."
         )
-    role = _role(conn)
     if statements and not found.owned:
-        raise SourceRefused(
+        role = _role(conn)
+        return (
             f"Publication {name} is not in step with PGWAL_TABLES, and role {role} does not own it; "
-            f"let {found.owner} run {_shown('; '.join(statements))}, or GRANT {quote_ident(found.owner)} TO {quote_ident(role)}."
+            f"let {found.owner} run {statements}, or GRANT {quote_ident(found.owner)} TO {quote_ident(role)}."
         )
-    for candidate in barred:
-        skipped[candidate.table] = (
-            f"role {role} does not own it, so it cannot be published; GRANT {quote_ident(candidate.owner)} TO {quote_ident(role)} mends it"
-        )
-    for statement in statements:
-        _run(conn, statement)
-    return tuple(candidate.table for candidate in joining)
+    return None
 
 
 def _require_creation(conn: Connection, name: str, wanted: list[Candidate]) -> None:

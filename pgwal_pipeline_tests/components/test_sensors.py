@@ -264,6 +264,17 @@ def test_new_tables_are_asked_for_until_they_are_read(
     assert reason(ticks()).startswith("To be read: public.orders. Run ")
 
 
+def test_a_cursor_of_something_else_asks_for_new_tables_all_the_same(
+    source: CdcSource, slot: FakeSlot, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = Ticks(look_for_new_tables, source, instance, slot, monkeypatch)
+    slot.waiting = (TableName("public", "orders"),)
+    for strange in ("[]", "one", '{"attempt": 3}'):
+        ticks.cursor = strange
+        assert requests(ticks()) == [(None, None, "snapshot 0000000000001000#1")]
+    assert ticks.cursor == "1"
+
+
 def test_the_hourly_sync_asks_only_for_what_is_unread(source: CdcSource, slot: FakeSlot, instance: dg.DagsterInstance) -> None:
     def evaluate() -> object:
         return look_each_hour(instance, source, cast(ReplicationSlot, slot))

@@ -29,15 +29,19 @@ _SECONDS = 600.0  # a machine that does other things too
 
 
 class Demo:
-    """The demo in a process of its own, started as a script starts it in the background: SIGINT ignored."""
+    """The demo in a process of its own, started as a script starts it in the background: SIGINT ignored.
 
-    def __init__(self, folder: Path) -> None:
+    It lies in `demo`, unless Python is given other `arguments`.
+    """
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder = folder
         self.said = folder / "said"
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "DAGSTER"))}
         with self.said.open("w") as said:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pgwal_pipeline.demo", "--folder", str(folder / "demo"), "--port", "34567"],
+                [sys.executable, *(arguments or ("-m", "pgwal_pipeline.demo", "--folder", str(folder / "demo"), "--port", "34567"))],
+                cwd=folder,
                 env={**environment, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
                 stdout=said,
                 stderr=subprocess.STDOUT,
@@ -94,6 +98,27 @@ def test_the_demo_from_nothing_to_a_publish_and_again_after_a_kill(folder: Path)
     assert _marked(folder / "demo") == []
     assert is_free(int(address.rpartition(":")[2]))
     assert find_publish(Settings.from_environment({"PGWAL_LAKE": str(folder / "demo/lake")}))["lsn"] >= publish["lsn"]
+
+
+_SLOW_TO_END = """
+import time
+from pgwal_pipeline import cli
+from pgwal_pipeline.local.postgres import Postgres
+cli._CLEAN_SECONDS = 0.5
+stop = Postgres.stop
+Postgres.stop = lambda server: (time.sleep(2), stop(server), print("stopped"))
+cli.main(["demo"])
+"""
+
+
+def test_the_command_gives_the_demo_its_own_time_to_end(folder: Path) -> None:
+    """Where a command of another kind would have been cut off, and the server left behind."""
+    demo = Demo(folder, "-c", _SLOW_TO_END)
+    demo.await_text(r"(The shop is open)")
+    assert demo.end(signal.SIGINT)[0] == 130
+    assert "stopped" in demo.said.read_text()
+    assert _marked(folder / ".demo") == []
+    assert not (folder / ".demo/postgres/postmaster.pid").exists()
 
 
 def test_one_folder_has_one_demo_at_a_time(folder: Path) -> None:

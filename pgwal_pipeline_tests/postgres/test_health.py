@@ -10,6 +10,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from pgwal_pipeline import amounts
+from pgwal_pipeline.errors import SourceRefused
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.postgres import health, publication, slot
 from pgwal_pipeline.postgres.dsn import connect, replication_connection
@@ -137,6 +138,31 @@ def test_a_role_with_few_rights(source_matrix: Source) -> None:
         assert "row-level security hides rows of public.item" in found["select"].found
         source.sql("alter role health_plain bypassrls")
         assert checks(source, dsn)["select"].ok
+
+
+def test_a_publication_of_ours_that_another_role_has_to_bring_in_step(source: Source) -> None:
+    source.sql("create table item (id int primary key); create table more (id int primary key)")
+    with connect(source.dsn) as conn:
+        publication.ensure(conn, NAME, "public.item")
+    with role(source, "health_guest", "replication") as dsn:
+        source.sql("grant select on item, more to health_guest")
+        assert checks(source, dsn, globs="public.item")["publication"].ok
+        # Not owned, so left out: that stops nothing.
+        assert checks(source, dsn, globs="public.*")["publication"].ok
+        for index in range(30):
+            source.sql(f"create table gone_{index} (id int primary key); alter publication {NAME} add table gone_{index}")
+        found = checks(source, dsn, globs="public.item")["publication"]
+        assert not found.ok
+        assert f"Publication {NAME} is not in step with PGWAL_TABLES, and role health_guest does not own it" in found.found
+        owner = source.value("select current_user")
+        assert f"let {owner} run ALTER PUBLICATION {NAME} DROP TABLE " in found.found
+        assert all(f"ONLY public.gone_{index}" in found.found for index in range(30)), "shown whole here, where runs point to it"
+        assert f"GRANT {owner} TO health_guest" in found.found
+        assert source.value("select count(*) from pg_publication_rel") == 31
+        with connect(dsn) as conn, pytest.raises(SourceRefused, match="is not in step with PGWAL_TABLES, and role health_guest"):
+            publication.ensure(conn, NAME, "public.item")
+        # Its owner brings it in step with the next run.
+        assert checks(source, globs="public.item")["publication"].ok
 
 
 def test_tables_that_must_be_left_out_are_no_failure(source: Source) -> None:
