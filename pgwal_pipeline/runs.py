@@ -210,4 +210,15 @@ def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap) -> It
         from pgwal_pipeline.definitions import defs
 
         with dg.DagsterInstance.get() as instance:
+            _configure_logging_once(instance)
             yield _Runner(defs(), instance, noted.warnings)
+
+
+def _configure_logging_once(instance: dg.DagsterInstance) -> None:
+    """Keep `instance` from configuring Python's logging anew for each run.
+
+    It does so under logging's own lock and then waits for every handler's. A run beside it that is logging holds a handler's, and may wait
+    for logging's: both would wait for ever.
+    """
+    handlers = list(instance.get_yaml_python_handlers())
+    instance.get_yaml_python_handlers = lambda: handlers

@@ -1,16 +1,20 @@
 """Connections that break in the middle of a drain: nothing is lost or doubled, the drain goes on, or ends with what came whole."""
 
+import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import polars as pl
+import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import SourceUnavailable
+from pgwal_pipeline.lake import raw as raw_tables
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.lsn import format_lsn, parse_lsn
@@ -292,3 +296,73 @@ def test_a_catch_up_whose_connections_break_again_and_again(
     assert len(report.windows) > 2
     assert report.warnings
     assert assert_raw_is_whole(source, pipeline.settings.lake) == report.changes
+
+
+def test_every_connection_of_the_source_is_taken_when_the_drain_comes_back(
+    make_server: Callable[..., Postgres], make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    """Its connections are ended in the middle of a window, and others take their places for a while."""
+    server = make_server(max_connections="14", max_wal_senders="4")
+    with fresh_source(server) as source:
+        prepared(source)
+        pipeline = make_pipeline(source_dsn=source.dsn, memory_budget="1MB")
+        pipeline.source = source
+        drained(pipeline)
+        fill(source, 60)
+        source.value("SELECT 1")
+        crowd: list[psycopg.Connection[Any]] = []
+        left: list[threading.Timer] = []
+
+        def leave() -> None:
+            for conn in crowd:
+                conn.close()
+
+        def crowd_in(passed: int) -> None:
+            if passed != 3 or crowd:
+                return
+            source.sql("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE application_name LIKE 'pgwal%'")
+            with contextlib.suppress(psycopg.OperationalError):
+                while True:
+                    crowd.append(psycopg.connect(source.dsn))
+            left.append(threading.Timer(2.0, leave))
+            left[0].start()
+
+        at_reads(monkeypatch, crowd_in)
+        report = drained(pipeline)
+        monkeypatch.undo()
+        left[0].join()
+        assert len(crowd) > 5
+        assert any("too many" in warning or "reserved for" in warning for warning in report.warnings), report.warnings
+        assert assert_raw_is_whole(source, pipeline.settings.lake) == report.changes
+
+
+def test_a_slow_lake_on_a_server_of_little_patience(
+    make_server: Callable[..., Postgres], make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing files, looking at the tables and committing each take longer than the server waits for an answer: no connection is lost."""
+    server = make_server(wal_sender_timeout="2s")
+    with fresh_source(server) as source:
+        prepared(source)
+        pipeline = make_pipeline(source_dsn=source.dsn, memory_budget="1MB")
+        pipeline.source = source
+        drained(pipeline)
+        fill(source, 40)
+        add, review, count = raw_tables.WindowWriter.add, drains.review, drains.count
+        started = threading.Event()
+
+        def slowly(function: Any, seconds: float, once: bool = False) -> Any:
+            def wrapper(*args: Any, **named: Any) -> Any:
+                if not once or not started.is_set():
+                    started.set()
+                    time.sleep(seconds)
+                return function(*args, **named)
+
+            return wrapper
+
+        monkeypatch.setattr(raw_tables.WindowWriter, "add", slowly(add, 5.0, once=True))
+        monkeypatch.setattr(drains, "review", slowly(review, 5.0))
+        monkeypatch.setattr(drains, "count", slowly(count, 5.0))
+        report = drained(pipeline)
+        assert report.warnings == ()
+        assert len(report.windows) == 1
+        assert assert_raw_is_whole(source, pipeline.settings.lake) == report.changes

@@ -1,13 +1,16 @@
-"""Gaps in what the slot brings, and drains that died with work half done: nothing is taken up that no longer holds, and nothing is stuck."""
+"""Gaps in what the slot brings, and drains that died with work half done: nothing stale is taken up, and nothing is stuck."""
 
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import psycopg
 import pytest
 
 from pgwal_pipeline.errors import LakeError, SlotLost, SourceRefused, SourceUnavailable
@@ -25,6 +28,7 @@ from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_identity import caught_up, lead_to, promoted
 from pgwal_pipeline_tests.postgres.standby import standby_of
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
+from pgwal_pipeline_tests.test_cli import Commands
 
 MakePipeline = Callable[..., Pipeline]
 DRAIN = "from pgwal_pipeline.pipeline.drain import drain\ndrain(settings, progress=progress)"
@@ -293,3 +297,83 @@ def test_a_lake_that_another_source_has_just_taken(source: Source, make_pipeline
     pipeline.ledger.record_source(LedgerSource(**{**_fields(recorded), "timeline": 2}))
     with pytest.raises(LakeError, match="taken by another pipeline"):
         pipeline.ledger.record_source(LedgerSource(**{**_fields(recorded), "system_identifier": recorded.system_identifier + 1}))
+
+
+@pytest.mark.parametrize("how", ["recreated", "another_cluster", "slot_elsewhere"])
+def test_what_is_not_the_lakes_source_is_named(
+    how: str, source: Source, make_server: Callable[..., Postgres], make_pipeline: MakePipeline
+) -> None:
+    """A database made anew under its name, another cluster, and a slot of that name on another database."""
+    pipeline = make_pipeline()
+    read_once(source, pipeline)
+    frontier = pipeline.ledger.frontier()
+    names = {"slot": pipeline.settings.slot, "publication": pipeline.settings.publication}
+    if how == "slot_elsewhere":
+        source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
+        with fresh_source(source.server) as other:
+            other.sql("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", pipeline.settings.slot)
+            with pytest.raises(SourceRefused, match=f"belongs to database {other.database}"):
+                pipeline.drain()
+            with pytest.raises(SourceRefused, match=f"belongs to database {other.database}"):
+                drains.renew(pipeline.settings, progress=Silent())
+    elif how == "recreated":
+        source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
+        source.close()
+        with psycopg.connect(source.server.dsn(), autocommit=True) as admin:
+            admin.execute(f"DROP DATABASE {source.database} WITH (FORCE)".encode())
+            admin.execute(f"CREATE DATABASE {source.database}".encode())
+        for act in (pipeline.drain, lambda: drains.renew(pipeline.settings, progress=Silent())):
+            with pytest.raises(LakeError, match="was built from database"):
+                act()
+    else:
+        with fresh_source(make_server()) as other:
+            moved = make_pipeline(source_dsn=other.dsn, **names)
+            for act in (moved.drain, lambda: drains.renew(moved.settings, progress=Silent())):
+                with pytest.raises(LakeError, match="of cluster"):
+                    act()
+            assert other.value("SELECT count(*) FROM pg_replication_slots") == 0
+    assert pipeline.ledger.frontier() == frontier
+
+
+@pytest.mark.parametrize("how", ["dropped", "made_anew"])
+def test_where_the_user_allowed_it_a_lost_slot_is_made_anew_by_itself(how: str, source: Source, make_pipeline: MakePipeline) -> None:
+    pipeline = make_pipeline(on_slot_loss="resnapshot")
+    read_once(source, pipeline)
+    source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
+    if how == "made_anew":
+        source.sql("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", pipeline.settings.slot)
+    report = pipeline.drain()
+    assert any("PGWAL_ON_SLOT_LOSS" in warning for warning in report.warnings)
+    assert snapshots.needed(pipeline.settings) == (TableName("public", "t"),)
+    source.sql("INSERT INTO t VALUES (12, 0)")
+    pipeline.drain()
+    assert ids_in_raw(pipeline) == [12]
+
+
+def test_two_pipelines_that_take_an_empty_lake_at_once(source: Source, make_pipeline: MakePipeline) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY)")
+    one, two = make_pipeline(), make_pipeline()
+    assert one.settings.lake == two.settings.lake
+    assert one.settings.slot != two.settings.slot
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda pipeline: pipeline.child(DRAIN), (one, two)))
+    assert sorted(child.returncode for child in done) == [0, 1], [child.stderr for child in done]
+    loser = next(child for child in done if child.returncode)
+    assert "LakeError" in loser.stderr
+    winner = one if done[0].returncode == 0 else two
+    source.sql("INSERT INTO t VALUES (1)")
+    winner.drain()
+    assert ids_in_raw(winner) == [1]
+
+
+def test_dagsters_folder_is_no_part_of_what_is_true(source: Source, tmp_path: Path) -> None:
+    """With DAGSTER_HOME wiped the next command goes on where the last one ended."""
+    source.sql("CREATE TABLE t (id int PRIMARY KEY)")
+    commands = Commands(tmp_path, source.dsn)
+    commands.json("drain")
+    source.sql("INSERT INTO t VALUES (1)")
+    assert commands.json("drain")["changes"] == 1
+    source.sql("INSERT INTO t VALUES (2)")
+    shutil.rmtree(tmp_path / "dagster")
+    assert commands.json("drain")["changes"] == 1
+    assert sorted(pl.read_delta(str(tmp_path / "lake/raw/public/t"))["id"].to_list()) == [1, 2]

@@ -10,16 +10,20 @@ from pathlib import Path
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
+from pydantic import SecretStr
 
 from pgwal_pipeline.errors import SettingError, SourceRefused, SourceUnavailable
 from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline.doctor import examine
 from pgwal_pipeline.pipeline.drop import drop
 from pgwal_pipeline.pipeline.status import status
 from pgwal_pipeline.postgres import dsn
+from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.postgres.tls import Authority, Pair, start_tls_server, terminator, tls_installation
+from pgwal_pipeline_tests.proxy import Proxy
 from pgwal_pipeline_tests.support import Source
 
 _PAST = timedelta(days=-1)
@@ -86,6 +90,16 @@ def test_everything_goes_by_tls(port: int, certificates: Certificates, tmp_path:
             # Large enough for many records of TLS, and for reads that end in the middle of one.
             pipeline.source.sql("INSERT INTO t SELECT i, repeat('w', 100) FROM generate_series(3001, 23000) i")
             assert pipeline.drain().changes == 20_000
+            # And a drain through connections that are reset in the middle of a record, again and again.
+            with Proxy("127.0.0.1", port) as proxy:
+                for first in range(30_001, 60_000, 1000):
+                    pipeline.source.sql(f"INSERT INTO t SELECT i, repeat('x', 100) FROM generate_series({first}, {first + 999}) i")
+                proxy.reset, proxy.cut_after = True, 1_500_000
+                through = pipeline.settings.model_copy(update={"source_dsn": SecretStr(certificates.dsn(proxy.port, database))})
+                report = drains.drain(through, progress=Silent())
+                assert proxy.cuts >= 2
+                assert report.changes == 30_000
+                assert report.warnings
             (state,) = pipeline.ledger.tables().values()
             assert state.state == "ready"
             (chunks,) = [pipeline.ledger.chunks(state.table, state.generation or "")]
