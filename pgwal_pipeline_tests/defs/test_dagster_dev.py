@@ -91,7 +91,7 @@ def wait_for(what: str, met: Callable[[], bool], dev: Dev) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(2400)
-def test_the_ui_alone_is_enough(server: Postgres, stack: ExitStack, tmp_path: Path) -> None:
+def test_the_ui_alone_is_enough(server: Postgres, stack: ExitStack, connect_address: str, tmp_path: Path) -> None:
     source = stack.enter_context(fresh_source(server))
     source.sql("CREATE TABLE orders (id int PRIMARY KEY, total int)")
     source.sql("INSERT INTO orders SELECT g, g FROM generate_series(1, 100) g")
@@ -105,8 +105,7 @@ def test_the_ui_alone_is_enough(server: Postgres, stack: ExitStack, tmp_path: Pa
             "PGWAL_SOURCE_DSN": source.dsn,
             "PGWAL_LAKE": lake.uri,
             "PGWAL_MAX_STALENESS": "5s",
-            "PGWAL_SPARK_MASTER": "local[2]",
-            "PGWAL_SPARK_CONF": json.dumps({"spark.driver.memory": "1g"}),
+            "PGWAL_SPARK_REMOTE": connect_address,  # the demo's runs have sessions of their own
         },
     )
     stack.callback(lambda: dev.process.poll() is None and os.killpg(dev.process.pid, signal.SIGKILL))

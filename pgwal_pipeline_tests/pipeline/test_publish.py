@@ -106,7 +106,7 @@ def test_every_publish_is_one_transactional_state(source: Source, pipeline: Pipe
     for writer in writers:
         writer.start()
     try:
-        for _ in range(3):
+        for _ in range(2):
             pipeline.sync()
     finally:
         stop.set()

@@ -30,8 +30,8 @@ KEYS = {
     "bool": ["t", "f", "t", "f", "t", "f"],
 }
 NAMES = [
-    "Case", "a b", 'quo"te', "do.t", "sla/sh", "back\\slash", "per%cent", "new\nline", "emo😀ji", "n" * 63, "case", "CASE", "..",
-    "a'b;--", "<b>{}", "select", "_delta_log", "ünï", "*?[x]", "tail ", "x=y", "#,&",
+    "Case", "case", "CASE", "a b", 'quo"te do.t', "sla/sh", "back\\slash", "per%cent", "new\nline", "emo😀ji ünï", "n" * 63, "..",
+    "select a'b;--<b>{}", "_delta_log", "*?[x] #,& tail ", "x=y",
 ]  # fmt: skip
 
 
