@@ -149,6 +149,8 @@ def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) 
             )
         # Before the new slot is there, so that nobody goes on from it with the tables of before; and after it, for what began meanwhile.
         _read_all_again(ledger)
+        if recorded.timeline != ours.timeline:
+            _forget_what_never_was(settings, ledger, recorded, ours)
         failpoints.hit("renew.before_slot")
         if state is not None:
             slot.drop(conn, settings.slot)
@@ -182,9 +184,10 @@ def _read_all_again(ledger: Ledger) -> None:
 
 
 def _forget_what_never_was(settings: Settings, ledger: Ledger, recorded: Source, ours: Source) -> None:
-    """Give up a plan that reaches past where the source left the timeline it was made on: some of what was read of it never was."""
-    plan = ledger.plan()
+    """Give up what was read from past where the source left the timeline that it was read on, and does not count yet."""
     left = left_at(settings.dsn, recorded.timeline, ours.timeline)
+    ledger.take_back([window for window in ledger.prepared() if left is None or window.end_lsn > left])
+    plan = ledger.plan()
     if plan is not None and (left is None or plan.ends[-1] > left):
         ledger.record_plan(replace(plan, ends=()))
         ledger.forget_reads(plan)
