@@ -27,7 +27,8 @@ class Decoded:
     window's transactions with a change came. `changes_count`: changes of rows and tables emptied; a changed key counts once.
     `last_commit_end_lsn`: where the last commit record seen ends, of a skipped transaction too; None without any. `in_transaction`: a
     transaction is still open. `passed_end`: one with a commit LSN past the window came, so that the window has been seen whole.
-    `relations`: definitions that are new or changed, in order. `min_xid`, `max_xid`: of the transactions with a row in `changes`.
+    `relations`: definitions that are new or changed, in order. `partitions`: tables and their partitions (oids) of which rows came as the
+    table's. `min_xid`, `max_xid`: of the transactions with a row in `changes`.
     """
 
     changes: tuple[TableChanges, ...] = ()
@@ -37,6 +38,7 @@ class Decoded:
     in_transaction: bool = False
     passed_end: bool = False
     relations: tuple[Relation, ...] = ()
+    partitions: tuple[tuple[int, int], ...] = ()
     max_xid: int | None = None
     min_xid: int | None = None
 
@@ -54,6 +56,7 @@ class Decoder:
         self._end_lsn = end_lsn
         self._known = KnownRelations(describe)
         self._opened: OpenTransaction | None = None
+        self._described: int | None = None
         self._last_commit_lsn = 0
         self._passed_end = False
 
@@ -73,6 +76,7 @@ class Decoder:
         routed = route(frames, self._opened, self._last_commit_lsn, self._start_lsn, self._end_lsn)
         relations = self._learn(routed)
         changes = decode_changes(routed, self._known)
+        partitions, self._described = routed.partitions(self._described)
         self._opened = routed.opened
         self._last_commit_lsn = routed.last_commit_lsn
         self._passed_end = routed.passed_end
@@ -85,6 +89,7 @@ class Decoder:
             in_transaction=routed.opened is not None,
             passed_end=routed.passed_end,
             relations=relations,
+            partitions=partitions,
             max_xid=high,
             min_xid=low,
         )
@@ -126,6 +131,7 @@ def _together(one: Decoded, other: Decoded) -> Decoded:
         in_transaction=other.in_transaction,
         passed_end=other.passed_end,
         relations=one.relations + other.relations,
+        partitions=one.partitions + other.partitions,
         max_xid=max((xid for xid in (one.max_xid, other.max_xid) if xid is not None), default=None),
         min_xid=min((xid for xid in (one.min_xid, other.min_xid) if xid is not None), default=None),
     )

@@ -71,6 +71,25 @@ class Route:
         """The indices of messages that neither change rows nor begin or end a transaction."""
         return np.flatnonzero(_OTHERS[self.kinds]).tolist()
 
+    def partitions(self, described: int | None) -> tuple[tuple[tuple[int, int], ...], int | None]:
+        """Tables and their partitions (oids) whose rows come as the table's: the server describes a partition right before the first one.
+
+        `described` is the table whose description the run before ended with; that of this run comes second.
+        """
+        if not len(self.kinds):
+            return (), described
+        is_relation, is_row = self.kinds == RELATION, _ROWS[self.kinds]
+        at = np.flatnonzero(is_relation[:-1] & is_row[1:])
+        pairs = list(zip(self._oids(at + 1), self._oids(at), strict=True))
+        if described is not None and is_row[0]:
+            pairs += [(self._oids(np.zeros(1, np.int64))[0], described)]
+        last = self._oids(np.flatnonzero(is_relation[-1:]) + len(self.kinds) - 1)
+        return tuple((table, partition) for table, partition in pairs if table != partition), last[0] if last else None
+
+    def _oids(self, messages: Ints) -> list[int]:
+        """The tables of messages that describe one or change a row of it."""
+        return (self.heads[messages] >> 24 & 0xFFFFFFFF).tolist()
+
     def xids(self) -> tuple[int | None, int | None]:
         """The smallest and the largest id of the transactions that have a wanted change here."""
         changing = self.rows.copy()

@@ -3,12 +3,13 @@
 Events change the count of copies: `I` and `U` (the new row) add one, `D` and `K` (the whole old row of an update) take one.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
-from pgwal_pipeline.lake.columns import COMMIT_LSN, OP, TEXT, exact_row, quote
+from pgwal_pipeline.lake.columns import COMMIT_LSN, OP, TEXT, exact_row, literal, quote
 from pgwal_pipeline.lake.fold import Shape
 from pgwal_pipeline.relation import TableName
 
@@ -16,14 +17,22 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 ROW = "_pgwal_row"
-"""A struct that is equal for equal rows (all columns and `_pgwal_text`)."""
+"""A struct that is equal for equal rows (all columns and their texts in `_pgwal_text`)."""
 TAKEN = "_pgwal_taken"
 """Of the rows that `renewed` gives: whether this is an order to take all copies of the row, rather than a copy."""
 
 
 def row_identity(schema: StructType, shape: Shape, alias: str = "") -> str:
     """The expression of `ROW` over a relation of that schema."""
-    return exact_row(schema, [*shape.columns, TEXT], alias)
+    return with_texts(schema, shape.columns, alias)
+
+
+def with_texts(schema: StructType, names: Sequence[str], alias: str = "") -> str:
+    """As `exact_row`, and with the texts of `names` too: those of other columns, as of one that the source dropped, do not count."""
+    if not names:
+        return "named_struct('c0', 0)"
+    texts = f"map_filter({quote(TEXT, alias)}, (k, v) -> k IN ({', '.join(map(literal, names))}))"
+    return f"named_struct('row', {exact_row(schema, names, alias)}, 'texts', coalesce(sort_array(map_entries({texts})), array()))"
 
 
 def counted(events: "DataFrame", shape: Shape) -> "DataFrame":

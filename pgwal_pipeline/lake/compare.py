@@ -1,6 +1,6 @@
 """Whether two tables hold the same rows, value by value.
 
-NaN equals NaN, -0.0 does not equal 0.0, `_pgwal_text` counts as a column. Nothing but the counts leaves the executors.
+NaN equals NaN, -0.0 does not equal 0.0, the compared columns' texts in `_pgwal_text` count. Nothing but the counts leaves the executors.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
 from pgwal_pipeline.errors import LakeError
+from pgwal_pipeline.lake.bag import with_texts
 from pgwal_pipeline.lake.columns import TEXT, exact_row, key_parts, same_types
 from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.isolation import failures
@@ -52,17 +53,16 @@ def compare(
 ) -> Comparison:
     """Compare `actual` with `expected` by `key`, or as bags of rows where it is empty; each is a DataFrame or the path of a Delta table.
 
-    `version` is that of `actual`, when it is a path. `columns` are compared, all of the expected ones unless given, and `_pgwal_text`
-    where both have it. Raises LakeError for a column that `actual` lacks or has with another type, or when Spark fails.
+    `version` is that of `actual`, when it is a path. `columns` are compared, all of the expected ones unless given, and their texts in
+    `_pgwal_text` where both have it. Raises LakeError for a column that `actual` lacks or has with another type, or when Spark fails.
     """
     ours = _read(spark, expected, None)
     theirs = _read(spark, actual, version)
     names = [name for name in (ours.columns if columns is None else columns) if name != TEXT]
-    if TEXT in ours.columns and TEXT in theirs.columns:
-        names.append(TEXT)
+    identity = with_texts if TEXT in ours.columns and TEXT in theirs.columns else exact_row
     _check(ours.schema, theirs.schema, names)
     with failures("comparing"):
-        sides = _side(ours, names, key, 1).unionByName(_side(theirs, names, key, 0))
+        sides = _side(ours, identity(ours.schema, names), key, 1).unionByName(_side(theirs, identity(theirs.schema, names), key, 0))
         groups = sides.groupBy("row_key").agg(
             F.sum("expected").alias("wanted"),
             F.sum(1 - F.col("expected")).alias("found"),
@@ -97,8 +97,8 @@ def _read(spark: "SparkSession", table: "DataFrame | str", version: int | None) 
         return (reader if version is None else reader.option("versionAsOf", version)).load(table)
 
 
-def _side(rows: "DataFrame", names: Sequence[str], key: Sequence[str], expected: int) -> "DataFrame":
-    row = F.expr(exact_row(rows.schema, names)).alias("row")
+def _side(rows: "DataFrame", identity: str, key: Sequence[str], expected: int) -> "DataFrame":
+    row = F.expr(identity).alias("row")
     if not key:
         return rows.select(row.alias("row_key"), F.lit(None).cast("string").alias("row"), F.lit(expected).alias("expected"))
     parts = ", ".join(f"'k{number}', {part}" for number, part in enumerate(key_parts(rows.schema, key)))

@@ -5,13 +5,14 @@ default that old rows carry, a rewrite, a rename (the stream has names, not colu
 Nothing is taken from the catalog for a row of an earlier time; between that row and now there may have been more changes than these.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pgwal_pipeline.decode.types import arrow_type
 from pgwal_pipeline.lake.ledger import TableState
 from pgwal_pipeline.postgres.storage import Storage
 from pgwal_pipeline.relation import Relation
+from pgwal_pipeline.xid import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,22 @@ class Look:
 
     relation: Relation
     storage: Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """What a pass over the stream told of the tables, by their oids: how they looked, and the transactions that truncated them.
+
+    `refilled`, `partitions` and `lacking` are as `WindowRead` has them. `ended` has every transaction that committed before the pass's end,
+    and maybe some that committed just after it.
+    """
+
+    relations: Mapping[int, Sequence[Relation]]
+    truncated: Mapping[int, Collection[int]]
+    refilled: Collection[int]
+    partitions: Mapping[int, Collection[int]]
+    lacking: Collection[int]
+    ended: Snapshot
 
 
 def dropped(state: TableState, before: Storage, now: Storage) -> tuple[str, ...]:
@@ -82,22 +99,51 @@ def altered(known: Relation, before: Storage, look: Look, gone_names: Collection
     return None
 
 
-def rewritten(before: Storage, now: Storage, truncated: Collection[int], has_ended: Callable[[int], bool]) -> tuple[str | None, Storage]:
+def had_others_names(shown: Sequence[str], versions: Sequence[Relation], looks: Sequence[Relation]) -> bool:
+    """Whether columns had each other's names for a while, or one had a name that another has had or got: their values are mixed up then.
+
+    `shown` are the columns before the `versions` that the stream showed one after the other; in the last of `looks` are those of now. A
+    column never changes its place, and one that was there and is there now has been there all the time.
+    """
+    before, now = shown, looks[-1].column_names
+    for version in versions:
+        names = version.column_names
+        if any(name in now and name not in names for name in before):
+            return True
+        if any(_in_other_order(names, others) for others in (before, *(look.column_names for look in looks))):
+            return True
+        before = names
+    return False
+
+
+def _in_other_order(some: Sequence[str], others: Sequence[str]) -> bool:
+    return [name for name in some if name in others] != [name for name in others if name in some]
+
+
+def rewritten(oid: int, before: Storage, now: Storage, streamed: Streamed) -> tuple[str | None, Storage]:
     """Why rows changed that no message told of, None if none did; and the storage with the files as far as they are accounted for.
 
-    `truncated` are the transactions (32 bits) whose TRUNCATE of the table the stream told of; a new file that was made by one of them is
-    accounted for. One of a transaction that had not ended (`has_ended`) when the stream's end was chosen is left for the next look; a
-    TRUNCATE that committed between the two is taken for a rewrite, and the table read again for nothing.
+    A new file that was made by a transaction whose TRUNCATE of the table the stream told of is accounted for, unless a column was altered
+    as well. One of a transaction that had not ended when the stream's end was chosen is left for the next look; a TRUNCATE that committed
+    between the two is taken for a rewrite, and the table read again for nothing. So is a partitioned table that one transaction truncated
+    and filled: if it then truncated a partition, that has left no trace.
     """
     reason = None
     old = {file.oid: file for file in before.files}
+    attached = {xid for file in before.files for xid in file.attached}
     files = []
+    if not old.keys() | {file.oid for file in now.files} >= {*streamed.partitions.get(oid, ())}:
+        reason = "a partition came and went"
+    if oid in streamed.refilled and all(file.oid != oid for file in now.files):
+        reason = "it was truncated and filled in one transaction, which may have truncated a partition of it afterwards"
     for file in now.files:
         was = old.pop(file.oid, None)
-        if was is None and file.attached:
+        if was is None and not attached.issuperset(file.attached):
             reason = "a partition was attached"
-        if was is not None and was.node != file.node and file.xid not in truncated:
-            if not has_ended(file.xid):
+        if was is not None and was.attached != file.attached:
+            reason = "a partition was detached and attached again"
+        if was is not None and was.node != file.node and (file.altered or file.xid not in streamed.truncated.get(oid, ())):
+            if not streamed.ended.sees(file.xid):
                 files.append(was)
                 continue
             reason = "it was rewritten"

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -18,8 +18,8 @@ from pgwal_pipeline.lake.ledger import Ledger, Read, Window
 from pgwal_pipeline.lake.raw import commit_window
 from pgwal_pipeline.lake.records import relation_from_json, relation_to_json
 from pgwal_pipeline.lsn import window_key
-from pgwal_pipeline.pipeline.changes import Look
-from pgwal_pipeline.pipeline.looks import Streamed, looks, next_xid, review_tables
+from pgwal_pipeline.pipeline.changes import Look, Streamed
+from pgwal_pipeline.pipeline.looks import looks, next_xid, review_tables
 from pgwal_pipeline.pipeline.window import StreamBroke, WindowRead
 from pgwal_pipeline.postgres import catalog
 from pgwal_pipeline.postgres.stream import ReplicationStream
@@ -46,17 +46,21 @@ class Told:
     """What the stream told of the tables besides their rows.
 
     The tables as they were, by oid, the last definition last; the transactions (32 bits) that truncated one, by its oid; why a table could
-    not be written, by its quoted name.
+    not be written, by its quoted name. The others are as `WindowRead` has them.
     """
 
     relations: Mapping[int, Sequence[Relation]]
     truncated: Mapping[int, Collection[int]]
     refused: Mapping[str, str]
+    refilled: Collection[int] = ()
+    partitions: Mapping[int, Collection[int]] = field(default_factory=dict)
+    lacking: Collection[int] = ()
 
     @classmethod
     def of(cls, read: WindowRead) -> "Told":
         """What reading a window found."""
-        return cls(_by_oid(read.relations), read.truncated, {error.table: str(error) for error in read.refused})
+        refused = {error.table: str(error) for error in read.refused}
+        return cls(_by_oid(read.relations), read.truncated, refused, read.refilled, read.partitions, read.lacking)
 
     @classmethod
     def joined(cls, parts: Iterable["Told"]) -> "Told":
@@ -64,12 +68,19 @@ class Told:
         relations: list[Relation] = []
         truncated: dict[int, set[int]] = {}
         refused: dict[str, str] = {}
+        refilled: set[int] = set()
+        partitions: dict[int, set[int]] = {}
+        lacking: set[int] = set()
         for part in parts:
             relations += chain.from_iterable(part.relations.values())
             refused = {**part.refused, **refused}
+            refilled.update(part.refilled)
+            lacking.update(part.lacking)
             for oid, xids in part.truncated.items():
                 truncated.setdefault(oid, set()).update(xids)
-        return cls(_by_oid(relations), truncated, refused)
+            for oid, oids in part.partitions.items():
+                partitions.setdefault(oid, set()).update(oids)
+        return cls(_by_oid(relations), truncated, refused, refilled, partitions, lacking)
 
     def to_json(self) -> str:
         """As text for the ledger."""
@@ -78,6 +89,9 @@ class Told:
                 "relations": [relation_to_json(relation) for relation in chain.from_iterable(self.relations.values())],
                 "truncated": {str(oid): sorted(xids) for oid, xids in self.truncated.items()},
                 "refused": dict(self.refused),
+                "refilled": sorted(self.refilled),
+                "partitions": {str(oid): sorted(oids) for oid, oids in self.partitions.items()},
+                "lacking": sorted(self.lacking),
             }
         )
 
@@ -86,7 +100,14 @@ class Told:
         """What `to_json` wrote."""
         found = json.loads(text)
         relations = _by_oid(map(relation_from_json, found["relations"]))
-        return cls(relations, {int(oid): set(xids) for oid, xids in found["truncated"].items()}, found["refused"])
+        return cls(
+            relations,
+            {int(oid): set(xids) for oid, xids in found["truncated"].items()},
+            found["refused"],
+            found.get("refilled", ()),
+            {int(oid): set(oids) for oid, oids in found.get("partitions", {}).items()},
+            found.get("lacking", ()),
+        )
 
 
 def _by_oid(relations: Iterable[Relation]) -> dict[int, Sequence[Relation]]:
@@ -123,7 +144,7 @@ def keep_what_came(ledger: Ledger, slot: str, start_lsn: int, broke: StreamBroke
 def review(run: Pass, before: Mapping[TableName, Look], told: Told, ended: Snapshot) -> dict[TableName, Look]:
     """Look at the tables again and write down what became of them; returns the looks. To be done before the windows read count."""
     found = looks(run.conn, run.settings.publication)
-    streamed = Streamed(told.relations, told.truncated, ended)
+    streamed = Streamed(told.relations, told.truncated, told.refilled, told.partitions, told.lacking, ended)
     rewrites = run.settings.on_rewrite == "resnapshot"
     for table, reason in review_tables(run.ledger, before, found, streamed, next_xid(run.conn), rewrites=rewrites).items():
         run.warn(f"Table {table}: {reason}.")

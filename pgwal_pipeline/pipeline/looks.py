@@ -1,8 +1,8 @@
 """Looks at the followed tables in the catalog, before the stream is read and after, and what the ledger is told of them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -12,7 +12,7 @@ from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, TableState
 from pgwal_pipeline.lake.raw import check_columns, ensure_raw_table
-from pgwal_pipeline.pipeline.changes import Look, altered, dropped, read_again, republished, rewritten
+from pgwal_pipeline.pipeline.changes import Look, Streamed, altered, dropped, had_others_names, read_again, republished, rewritten
 from pgwal_pipeline.postgres import catalog
 from pgwal_pipeline.postgres.storage import Storage, storages
 from pgwal_pipeline.relation import Relation, TableName
@@ -21,18 +21,6 @@ from pgwal_pipeline.xid import Snapshot
 Connection = psycopg.Connection[Any]
 
 _GONE = "no longer published"
-
-
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    """What a pass over the stream told of the tables, by their oids: how they looked, and the transactions that truncated them.
-
-    `ended` has every transaction that committed before the pass's end, and maybe some that committed just after it.
-    """
-
-    relations: Mapping[int, Sequence[Relation]]
-    truncated: Mapping[int, Collection[int]]
-    ended: Snapshot
 
 
 def looks(conn: Connection, publication: str) -> dict[TableName, Look]:
@@ -157,7 +145,7 @@ def _seen(state: TableState, look: Look, unborn_xid: int) -> TableState:
     state = replace(state, dropped=dropped(state, before, look.storage))
     if reason is not None:
         return read_again(state, look, reason, state.joined_xid)
-    now = replace(look.storage, files=before.files) if _is_read(state) else look.storage
+    now = replace(look.storage, files=before.files, shown=before.shown) if _is_read(state) else look.storage
     return replace(state, relation=look.relation, key=look.relation.key, storage=now.to_json())
 
 
@@ -176,16 +164,23 @@ def _reviewed(
         told = _columns(earlier.relation) | _columns(look.relation) | _columns(state.relation)
         if any(column not in told and column[0] not in state.dropped for version in versions for column in _columns(version)):
             return read_again(state, look, "its columns changed more than once while the stream was read")
+        if had_others_names(stored.shown, versions, (earlier.relation, look.relation)):
+            return read_again(state, look, "its columns had each other's names for a while")
+        if any(state.oid in partitions for partitions in streamed.partitions.values()):
+            return read_again(state, look, "it was a partition of another table for a while")
+        if state.oid in streamed.lacking:
+            return read_again(state, look, "a row came into the publication's row filter, with values that the stream does not bring")
     last = versions[-1] if versions else None
     if look.relation != earlier.relation and last is not None and last.table == state.table:
         # Altered meanwhile: what is published has the columns that the stream had; the rest shows at the next look.
         state = replace(state, relation=last, key=last.key)
     if not _is_read(state):
         return state
-    reason, storage = rewritten(stored, look.storage, streamed.truncated.get(state.oid, ()), streamed.ended.sees)
+    reason, storage = rewritten(state.oid, stored, look.storage, streamed)
     if reason is not None and rewrites:
         return read_again(state, look, reason)
-    return replace(state, storage=replace(stored, files=storage.files).to_json())
+    shown = (last or earlier.relation).column_names
+    return replace(state, storage=replace(stored, files=storage.files, shown=shown).to_json())
 
 
 def _had_other_name(state: TableState, streamed: Streamed) -> bool:

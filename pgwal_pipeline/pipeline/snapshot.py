@@ -102,8 +102,12 @@ def _note(ledger: Ledger, state: TableState, error: TableError) -> None:
 
 
 def _interrupted(known: TableState, why: str) -> TableState:
-    """A table whose reading is of no use any more; what a drain has found about it says why, if one has."""
-    return replace(known, reading=None, reason=known.reason or why)
+    """A table whose reading is of no use any more; what a drain has found about it says why, if one has.
+
+    One of which single rows were being read again has no snapshot in force besides, and is to be read whole.
+    """
+    state = "pending" if known.state == "ready" and known.generation is None else known.state
+    return replace(known, state=state, reading=None, reason=known.reason or why)
 
 
 def _followed(states: dict[TableName, TableState], table: TableName) -> TableState:

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from deltalake import Schema
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.decode.batch import Decoded, Decoder
+from pgwal_pipeline.decode.batch import Decoded, Decoder, TableChanges
 from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.errors import SourceUnavailable, TableError
 from pgwal_pipeline.lake.layout import Lake
@@ -48,14 +48,18 @@ class WindowRead:
 
     `refused` says which tables could not be written, and why: none of their changes is in `writes`. `relations` are all definitions of the
     tables that the stream showed, in the order in which each came last, `truncated` the transactions (32 bits) that truncated a table, by
-    its oid. `min_xid` and `max_xid` bound the 32-bit transaction ids of the changes, None where there are none; `seconds` has `drain`,
-    `decode` and `write`.
+    its oid. `refilled` are the oids of tables that one transaction truncated and wrote rows to, `partitions` those of the partitions whose
+    rows came as a table's, by its oid, `lacking` those of tables with an insert that left values out. `min_xid` and `max_xid` bound the
+    32-bit transaction ids of the changes, None where there are none; `seconds` has `drain`, `decode` and `write`.
     """
 
     writes: tuple[TableWrite, ...]
     refused: tuple[TableError, ...]
     relations: tuple[Relation, ...]
     truncated: Mapping[int, Collection[int]]
+    refilled: Collection[int]
+    partitions: Mapping[int, Collection[int]]
+    lacking: Collection[int]
     transactions: int
     changes: int
     bytes: int
@@ -72,6 +76,9 @@ class _Tally:
     xids: list[int] = field(default_factory=list)
     relations: dict[Relation, None] = field(default_factory=dict)
     truncated: dict[int, set[int]] = field(default_factory=dict)
+    refilled: set[int] = field(default_factory=set)
+    partitions: dict[int, set[int]] = field(default_factory=dict)
+    lacking: set[int] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=lambda: {"decode": 0.0, "write": 0.0})
 
     def add(self, decoded: Decoded, size: int) -> None:
@@ -82,10 +89,22 @@ class _Tally:
         for relation in decoded.relations:
             self.relations.pop(relation, None)
             self.relations[relation] = None
+        for table, partition in decoded.partitions:
+            self.partitions.setdefault(table, set()).add(partition)
         for changes in decoded.changes:
-            if changes.truncates:
-                xids = changes.rows.filter(pc.field("_pgwal_op") == "T")["_pgwal_xid"].to_pylist()
-                self.truncated.setdefault(changes.relation.oid, set()).update(xids)
+            self._note(changes)
+
+    def _note(self, changes: TableChanges) -> None:
+        oid, op = changes.relation.oid, pc.field("_pgwal_op")
+        rows = changes.rows.select(["_pgwal_op", "_pgwal_xid", "_pgwal_unchanged"])
+        if changes.truncates:
+            self.truncated.setdefault(oid, set()).update(rows.filter(op == "T")["_pgwal_xid"].to_pylist())
+        if oid in self.truncated and oid not in self.refilled:
+            written = rows.filter(op.isin(["I", "U"]))["_pgwal_xid"].unique().to_pylist()
+            self.refilled |= set() if self.truncated[oid].isdisjoint(written) else {oid}
+        if changes.unchanged and changes.inserts and oid not in self.lacking:
+            lacking = rows.filter((op == "I") & pc.field("_pgwal_unchanged").is_valid())
+            self.lacking |= {oid} if lacking.num_rows else set()
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -316,6 +335,9 @@ def _what_was_read(consumer: _Consumer, seconds: float) -> WindowRead:
         refused=tuple(consumer.refused.values()),
         relations=tuple(tally.relations),
         truncated=tally.truncated,
+        refilled=tally.refilled,
+        partitions=tally.partitions,
+        lacking=tally.lacking,
         transactions=tally.transactions,
         changes=tally.changes,
         bytes=tally.bytes,

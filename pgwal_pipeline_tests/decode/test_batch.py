@@ -460,3 +460,15 @@ def test_an_old_message_without_a_frame() -> None:
     assert "no replication message" in str(refused([b"k" + bytes(40)]))
     assert "no replication message" in str(refused([b"w" + bytes(24)]))
     assert "no replication message" in str(refused([*started().messages, b""]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_partitions_whose_rows_come_as_the_tables(size: int) -> None:
+    """A table is described before its partition; what is truncated is described as well, and comes as itself."""
+    whole, part, other = (table(name, {"id": wire.INT4}) for name in ("whole", "part", "other"))
+    sent = Wire().begin().relation(whole).relation(part).insert(whole, "1").relation(other).insert(other, "2").commit()
+    sent.begin().relation(whole).relation(other).truncate(whole, other).relation(part).delete(whole, "1").commit()
+    decoder = Decoder(describe_from(whole, part, other), 0, END)
+    feeds = [decoder.feed(sent.messages[first : first + size]) for first in range(0, len(sent.messages), size)]
+    found = {pair for decoded in feeds for pair in decoded.partitions}
+    assert found == {(whole.oid, part.oid)}
