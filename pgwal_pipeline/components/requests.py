@@ -50,8 +50,10 @@ class Look:
 def look_again(looks: Sequence[Look], reading: LagReading, now: float) -> tuple[tuple[Look, ...], float | None]:
     """The looks worth keeping after one more, in their order, and for how many seconds a commit may have been unread; None for none.
 
-    Counted from the newest look that is read by now; without any, from the first one.
+    Counted from the newest look that is read by now; without any, from the first one. One from the future is from before a clock was set
+    back, and counts from now on.
     """
+    looks = [replace(look, at=min(look.at, now)) for look in looks]
     confirmed = reading.confirmed_flush_lsn if reading.confirmed_flush_lsn is not None else -1
     if reading.insert_lsn <= confirmed:
         return (Look(reading.snapshot, reading.insert_lsn, now),), None
@@ -124,7 +126,10 @@ def busy(instance: dg.DagsterInstance, tag: str, value: str) -> str | None:
 
 
 def pausing(instance: dg.DagsterInstance, tag: str, value: str, jobs: Collection[str], now: float | None = None) -> str | None:
-    """A sentence while the failures of `jobs` in a row ask for a pause, which doubles from 10 s to 15 min; None otherwise."""
+    """A sentence while the failures of `jobs` in a row ask for a pause, which doubles from 10 s to 15 min; None otherwise.
+
+    A failure in the future is from before a clock was set back, and asks for none.
+    """
     records = instance.get_run_records(dg.RunsFilter(tags={tag: value}, statuses=list(_ENDED)), limit=2 * _REMEMBERED)
     failures = 0
     ended = None
@@ -141,7 +146,7 @@ def pausing(instance: dg.DagsterInstance, tag: str, value: str, jobs: Collection
         return None
     pause = min(_FIRST_PAUSE * 2 ** (failures - 1), _LONGEST_PAUSE)
     left = ended + pause - (time.time() if now is None else now)
-    if left <= 0:
+    if not 0 < left <= pause:
         return None
     runs = "run" if failures == 1 else f"{failures} runs"
     return f"The last {runs} failed; the next is asked for in {left:.0f} s."

@@ -132,7 +132,7 @@ def _report_slot(source: CdcSource, reading: LagReading, cursor: LagCursor, now:
     verdict = judge_health(source.settings.slot, reading, rate)
     shown = f"{verdict.passed}/{verdict.severity.value}/{late}"
     cursor = replace(cursor, flush_lsn=reading.flush_lsn, at=now)
-    if shown == cursor.verdict and now - cursor.reported_at < _REPORT_SECONDS:
+    if shown == cursor.verdict and 0 <= now - cursor.reported_at < _REPORT_SECONDS:
         return [], cursor
     events: list[Any] = [_evaluation(source, verdict)]
     if not late:

@@ -101,6 +101,15 @@ def test_a_busy_server_does_not_fill_the_cursor() -> None:
     assert unread == 99.0
 
 
+def test_a_clock_that_was_set_back_holds_nothing_up() -> None:
+    looks, _ = look_again((), QUIET, 100_000.0)
+    written = replace(QUIET, snapshot="12:12:", insert_lsn=9_000, flush_lsn=9_000, lag_bytes=8_500)
+    looks, unread = look_again(looks, written, 1000.0)
+    assert unread == 0.0
+    looks, unread = look_again(looks, written, 1030.0)
+    assert unread == 30.0
+
+
 def test_the_window_asked_for() -> None:
     behind = replace(QUIET, flush_lsn=0x2000, confirmed_flush_lsn=0x1000)
     assert window_to_drain(QUIET) is None
@@ -138,6 +147,7 @@ def test_failures_in_a_row_ask_for_longer_pauses(instance: dg.DagsterInstance) -
     run(instance, fails=True)
     assert "The last 2 runs failed" in (left(15) or "")
     assert left(21) is None
+    assert left(-3600) is None, "by a clock that was set back since"
     run(instance, fails=True, name="maintenance")
     assert left(21) is None
     run(instance, fails=False)
