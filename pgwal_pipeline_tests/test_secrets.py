@@ -95,7 +95,7 @@ def _without_secret(octets: bytes, where: object) -> None:
         assert secret not in octets, where
 
 
-def _processes() -> dict[int, bytes]:
+def command_lines() -> dict[int, bytes]:
     """The command lines of all processes."""
     found = {}
     for entry in Path("/proc").iterdir():
@@ -121,12 +121,12 @@ def test_a_whole_run_leaves_no_trace_of_the_password(guarded: Postgres, runs: Ru
     while not marker.exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        for pid, line in _processes().items():
+        for pid, line in command_lines().items():
             if pid != os.getpid():
                 _without_secret(line, line)
         time.sleep(0.1)
     if Path("/proc/self/environ").exists():
-        java = [pid for pid, line in _processes().items() if b"SparkSubmit" in line and _parent(pid) == process.pid]
+        java = [pid for pid, line in command_lines().items() if b"SparkSubmit" in line and _parent(pid) == process.pid]
         assert java
         for pid in java:
             # Spark never speaks to the source.

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import boto3
 
-VARIABLES = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+VARIABLES = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "Zq7s3cretZq"}
 UNSET = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ALLOW_HTTP", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3")
 
 Fault = Literal["500", "503", "stall", "reset", "lose", "half"]
@@ -32,7 +32,8 @@ def object_store(bucket: str = "lakes") -> Iterator[str]:
     """A store with an empty bucket; its URL."""
     with _served([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "{port}"]) as port:
         url = f"http://127.0.0.1:{port}"
-        client = boto3.client("s3", region_name="us-east-1", endpoint_url=url, aws_access_key_id="key", aws_secret_access_key="secret")
+        keys = {name.lower(): value for name, value in VARIABLES.items()}
+        client = boto3.client("s3", region_name="us-east-1", endpoint_url=url, **keys)
         client.create_bucket(Bucket=bucket)
         yield url
 

@@ -22,6 +22,7 @@ import polars as pl
 import psutil
 import psycopg
 import pytest
+from deltalake import DeltaTable
 
 from pgwal_pipeline.local.connect import ConnectServer
 from pgwal_pipeline.local.postgres import Postgres
@@ -208,9 +209,15 @@ class Chaos:
             found = raw.collect()
             assert found.is_duplicated().sum() == 0, f"{table}: changes stand in raw twice"
             self.changes = max(self.changes, found.height)
-        state = self.pipeline.ledger.plan()
-        assert state is None
+        assert self._in_raw() == sum(window.changes for window in self.pipeline.ledger.windows()), "raw lacks changes that were counted"
+        assert self.pipeline.ledger.plan() is None
         wait_for(lambda: self._left() == [], what="what the runs left on the source to go")
+
+    def _in_raw(self) -> int:
+        """Changes in raw, of tables that are gone too."""
+        tables = [self.pipeline.lake.raw(table) for table in self.pipeline.ledger.tables()]
+        there = [path for path in tables if DeltaTable.is_deltatable(path)]
+        return sum(pl.scan_delta(path).filter(pl.col("_pgwal_op") != "K").select(pl.len()).collect().item() for path in there)
 
     def _left(self) -> list[Any]:
         """Slots and locks that should not be there when nothing runs."""
