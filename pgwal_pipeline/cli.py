@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _INTERRUPTION = "interrupted; what was complete is safe, and the next run goes on from there."
 _CLEAN_SECONDS = 20.0  # what an interrupted command gets to unwind; every state it may be cut off in is one the next run starts from
+_NAMED_SECONDS = 3.0
 _DEMO_CLEAN_SECONDS = 120.0  # more than the bounds of all its parts together: cut off, it would leave its Postgres behind
 
 
@@ -52,7 +53,7 @@ def _command(function: Callable[..., Any], clean_seconds: float | None = None) -
         except PgwalError as error:
             _fail(str(error), error.exit_code)
         except KeyboardInterrupt:
-            time.sleep(0.05)  # for the watching thread to say which one it was
+            _await_name(interrupted)
             _fail(_INTERRUPTION, _EXIT_CODES[interrupted[0] if interrupted else signal.SIGINT])
         except click.Abort:
             if interrupted:  # at a question, where click makes this of a KeyboardInterrupt
@@ -69,6 +70,13 @@ def _command(function: Callable[..., Any], clean_seconds: float | None = None) -
             _fail(f"unexpected {type(error).__name__}: {' '.join(first_line)} (PGWAL_DEBUG=1 shows where).", 1)
 
     return wrapper
+
+
+def _await_name(interrupted: list[signal.Signals]) -> None:
+    """Wait for the watching thread to say which signal it was; on a busy machine that takes it a moment."""
+    deadline = time.monotonic() + _NAMED_SECONDS
+    while not interrupted and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _watch_signals(clean_seconds: float) -> list[signal.Signals]:
