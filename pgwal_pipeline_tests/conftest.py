@@ -40,9 +40,23 @@ def pytest_configure() -> None:
     os.environ["SPARK_SUBMIT_OPTS"] = f"{os.environ.get('SPARK_SUBMIT_OPTS', '')} {_QUICK_JAVA}".strip()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest: at the end it would keep one process while the others have nothing left."""
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with what takes longest: at the end it would keep one process while the others have nothing left.
+
+    Of several processes each gets a part of the list at first, the parts following one another, and so its share of the long ones.
+    """
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    long = [item for item in items if item.get_closest_marker("long")]
+    rest = [item for item in items if not item.get_closest_marker("long")]
+    total = len(items)
+    items.clear()
+    for worker in range(workers):
+        share = long[worker::workers]
+        size = (total - len(items)) // (workers - worker)
+        items += [*share, *rest[: size - len(share)]]
+        del rest[: size - len(share)]
+    items += rest
 
 
 @pytest.fixture(scope="session")

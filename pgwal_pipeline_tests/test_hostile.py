@@ -89,6 +89,7 @@ def _harmless(octets: bytes) -> None:
     assert b"\nFATAL" not in octets
 
 
+@pytest.mark.long
 def test_hostile_names_and_values_do_nothing(
     source: Source, tmp_path: Path, connect_address: str, spark_connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def runs(guarded: Postgres, tmp_path: Path) -> Runs:
     return Runs(commands, [])
 
 
+@pytest.mark.long
 def test_a_whole_run_leaves_no_trace_of_the_password(guarded: Postgres, runs: Runs, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     marker = tmp_path / "reached"
     process = runs.commands.start("sync", "--json", PGWAL_FAILPOINTS=f"publish.in_merge=touch:{marker}@1")

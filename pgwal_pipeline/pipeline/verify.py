@@ -1,6 +1,6 @@
 """Proof that `current` equals the source: both read at one LSN and compared value by value."""
 
-import os
+import secrets
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
@@ -46,7 +46,7 @@ def verify(
     lake = Lake(settings.lake)
     with connect(settings.dsn) as conn:
         files = _files(conn, settings.publication, [relation.oid for relation in catalog.tables_of(conn, settings.publication)])
-    probe = f"{settings.slot}_v_{os.getpid()}"
+    probe = f"{settings.slot}_v_{secrets.token_hex(4)}"
     with slot.create_with_snapshot(settings.dsn, probe, blocked_timeout=settings.blocked_timeout, warn=progress.warn) as (lsn, exported):
         drained = drain(settings, end_lsn=lsn, progress=progress)
         published = publish(settings, spark_factory, progress=progress)

@@ -110,6 +110,7 @@ def assert_raw_once(pipeline: Pipeline) -> None:
     assert counted == sum(window.changes for window in pipeline.ledger.windows())
 
 
+@pytest.mark.long
 def test_the_commands(place: Place, pipeline: Pipeline, tmp_path: Path) -> None:
     """With a Spark of the command's own first: the way of the keys and the jars to a JVM is another one there."""
     commands = Commands(tmp_path, pipeline.source.dsn)

@@ -136,6 +136,7 @@ def test_only_what_the_stream_does_not_tell_is_read_again(source: Source, make_p
     assert {state.state for state in pipeline.ledger.tables().values()} == {"ready"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [FOLLOWED_ON, pytest.param(tuple(CHANGES), marks=pytest.mark.soak)], ids=["some", "all"])
 def test_altered_between_runs(changes: tuple[str, ...], source: Source, pipeline: Pipeline) -> None:
     tables = altered_tables(source, changes, {"both": (True, True)})

@@ -62,11 +62,12 @@ AHEAD_AND_BEHIND = {
 READ_BY_KEY = {"all_moved", "moved_behind", "moved_behind_and_on", "moved_onto_a_deleted_one", "swapped"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(sorted(READ_BY_KEY), id="moved"),
+        pytest.param(["moved_behind", "swapped"], id="moved"),
         pytest.param(sorted(AHEAD_AND_BEHIND), id="all", marks=pytest.mark.soak),
     ],
 )
@@ -102,7 +103,7 @@ def test_what_is_written_while_chunks_are_on_their_way(
         pipeline.snapshot()
     pipeline.assert_current(*(f"public.{name}" for name in names))
     moved = {state.table.name for state in pipeline.ledger.tables().values() for chunk in _chunks(pipeline, state.table) if chunk.single}
-    assert moved == READ_BY_KEY
+    assert moved == READ_BY_KEY & set(names)
 
 
 def _chunks(pipeline: Pipeline, table: TableName) -> tuple[Any, ...]:

@@ -117,6 +117,7 @@ def _run(source: Source, statements: Iterable[str]) -> None:
             source.sql(statement.replace("{t}", table))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_unsent_values(source: Source, pipeline: Pipeline) -> None:
     _make(source)
