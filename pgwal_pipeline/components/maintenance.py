@@ -7,10 +7,10 @@ import dagster as dg
 
 from pgwal_pipeline import progress
 from pgwal_pipeline.components.failures import at_work
+from pgwal_pipeline.components.requests import ENDED
 from pgwal_pipeline.components.source import SLOT_TAG, SNAPSHOT_TAG, CdcSource, StepContext, observe_slot, session_of, slot_of
 
 _DELETED_AT_ONCE = 200
-_ENDED = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
 
 
 def build_maintenance(source: CdcSource) -> dg.OpDefinition:
@@ -58,7 +58,7 @@ def _delete_old_runs(context: StepContext, source: CdcSource, older_than: float)
     before = datetime.fromtimestamp(time.time() - older_than, UTC)
     deleted = 0
     for tag in (SLOT_TAG, SNAPSHOT_TAG):
-        old = dg.RunsFilter(tags={tag: source.tag}, statuses=list(_ENDED), created_before=before)
+        old = dg.RunsFilter(tags={tag: source.tag}, statuses=list(ENDED), created_before=before)
         while runs := context.instance.get_runs(old, limit=_DELETED_AT_ONCE):
             for run in runs:
                 context.instance.delete_run(run.run_id)

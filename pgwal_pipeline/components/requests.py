@@ -22,7 +22,7 @@ ACTIVE = (
     dg.DagsterRunStatus.STARTED,
     dg.DagsterRunStatus.CANCELING,
 )
-_ENDED = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
+ENDED = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
 
 # A server that nobody writes to still moves its WAL on by itself, a little: below this much the slot need not follow.
 IDLE_BYTES = 16 << 20
@@ -130,7 +130,7 @@ def pausing(instance: dg.DagsterInstance, tag: str, value: str, jobs: Collection
 
     A failure in the future is from before a clock was set back, and asks for none.
     """
-    records = instance.get_run_records(dg.RunsFilter(tags={tag: value}, statuses=list(_ENDED)), limit=2 * _REMEMBERED)
+    records = instance.get_run_records(dg.RunsFilter(tags={tag: value}, statuses=list(ENDED)), limit=2 * _REMEMBERED)
     failures = 0
     ended = None
     for record in records:
