@@ -81,7 +81,7 @@ def resnapshot(settings: Settings, tables: Sequence[TableName] | None) -> RunRep
     """Read `tables` again, all of them where it is None (then a lost or missing slot is made anew first), and publish."""
     with _jobs(settings, drains.renew if tables is None else drains.bootstrap) as run:
         if tables is None:
-            tables = [state.table for state in Ledger(Lake(settings.lake)).tables().values() if state.state not in ("skipped", "gone")]
+            tables = [state.table for state in Ledger(Lake(settings.lake)).tables().values() if state.followed]
         parts = _snapshot_beside_drains(settings, run, {"tables": [str(table) for table in tables]}) if tables else []
         return RunReport.join([run.prepared, *parts, *_drain(settings, run, "sync")])
 

@@ -63,7 +63,7 @@ def _is_over(window: Window, older_than: datetime, published_lsn: int) -> bool:
 
 
 def _needs_raw(state: TableState) -> bool:
-    if state.state in ("skipped", "gone"):
+    if not state.followed:
         return False
     return state.state != "ready" or state.reading is not None or state.generation != state.published
 

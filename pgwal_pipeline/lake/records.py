@@ -126,6 +126,11 @@ class TableState:
     dropped: tuple[str, ...] = ()
     at: datetime | None = None
 
+    @property
+    def followed(self) -> bool:
+        """Whether the table's changes are wanted: it is published, and nothing speaks against it."""
+        return self.state not in ("skipped", "gone")
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

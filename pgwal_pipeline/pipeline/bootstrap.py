@@ -178,7 +178,7 @@ def _read_all_again(ledger: Ledger) -> None:
         lambda known: [
             replace(state, state="pending", reason=None, generation=None, reading=None, published=None)
             for state in known.values()
-            if state.state not in ("skipped", "gone")
+            if state.followed
         ]
     )
 

@@ -85,7 +85,7 @@ def review_tables(
         changed = []
         for table, look in found.items():
             state, earlier = known.get(table), before.get(table)
-            if state is not None and state.oid != look.relation.oid and state.state not in ("skipped", "gone"):
+            if state is not None and state.oid != look.relation.oid and state.followed:
                 # Another table took the name while the stream was read. It joins at the next look.
                 changed.append(replace(state, state="gone", reason=_GONE))
             if state is None or earlier is None or state.storage is None or _joins(state, look):
@@ -108,7 +108,7 @@ def review_tables(
 
 
 def _joins(known: TableState | None, look: Look) -> bool:
-    if known is None or known.oid != look.relation.oid or known.state in ("skipped", "gone"):
+    if known is None or known.oid != look.relation.oid or not known.followed:
         return True
     # What could not be followed may be possible now that it is another table.
     return known.state == "error" and known.storage is not None and Storage.from_json(known.storage).columns != look.storage.columns

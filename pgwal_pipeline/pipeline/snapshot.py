@@ -38,7 +38,6 @@ from pgwal_pipeline.settings import Settings
 Connection = psycopg.Connection[Any]
 
 _PENDING = ("pending", "snapshotting")
-_LEFT = ("skipped", "gone")
 _LOOK_EVERY = 0.5  # seconds between looks at what the workers have read
 _ATTEMPTS = 4  # at a chunk whose connection breaks
 _PAUSE = 1.0  # seconds before the second attempt, doubled for each one after it
@@ -47,7 +46,7 @@ _PAUSE = 1.0  # seconds before the second attempt, doubled for each one after it
 def needed(settings: Settings) -> tuple[TableName, ...]:
     """The tables that have joined but are not read whole yet."""
     states = Ledger(Lake(settings.lake)).tables().values()
-    reading = (state.table for state in states if state.state in _PENDING or (state.reading is not None and state.state not in _LEFT))
+    reading = (state.table for state in states if state.state in _PENDING or (state.reading is not None and state.followed))
     return tuple(sorted(reading))
 
 
@@ -78,7 +77,7 @@ def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *,
                     copy.wait_for_transactions(conn, state.joined_xid, max(0.0, waiting - time.monotonic()), noted.warn)
                 # A drain beside may have met changes of the table since.
                 state = ledger.tables()[planned.table]
-                if state.table not in published or state.state in _LEFT:
+                if state.table not in published or not state.followed:
                     continue
                 if tables is not None:
                     state = replace(state, reading=None)
@@ -112,7 +111,7 @@ def _interrupted(known: TableState, why: str) -> TableState:
 
 def _followed(states: dict[TableName, TableState], table: TableName) -> TableState:
     state = states.get(table)
-    if state is None or state.state in _LEFT:
+    if state is None or not state.followed:
         why = f": {state.reason}" if state is not None and state.reason else ""
         raise SourceRefused(f"Table {table} is not followed{why}; `pgwal status` lists the tables that are.")
     return state
