@@ -40,16 +40,16 @@ def prune_raw(lake: Lake, ledger: Ledger, older_than: datetime, published_lsn: i
     `published_lsn` is where all of `current` stands. A table needs its changes until it is published from the snapshot in force, while
     one is read, and while it is in error. The ledger's record comes first: what dies in between is done by the next call. Raises LakeError.
     """
-    waiting = {str(state.table) for state in ledger.tables().values() if _needs_raw(state)}
+    waiting = {lake.raw(state.place) for state in ledger.tables().values() if _needs_raw(state)}
     keys = [
         window.key
         for window in ledger.windows()
-        if _is_over(window, older_than, published_lsn) and waiting.isdisjoint(write.table for write in window.tables if write.rows)
+        if _is_over(window, older_than, published_lsn) and waiting.isdisjoint(write.path for write in window.tables if write.rows)
     ]
     if keys:
         ledger.prune_windows(keys)
     spans = [window for window in ledger.windows() if window.state == "pruned"]
-    files = sum(_drop_windows(lake, lake.raw(table), spans) for table in ledger.tables()) if spans else 0
+    files = sum(_drop_windows(lake, lake.raw(place), spans) for place in places(ledger)) if spans else 0
     return Pruned(tuple(keys), files)
 
 
@@ -102,21 +102,21 @@ def forget(lake: Lake, ledger: Ledger, older_than: datetime) -> int:
     ledger.forget(older_than, before)
     dropped = 0
     # In this order: a reading is in the ledger before its first row is in the snapshot.
-    present = {table: generations(lake, table) for table in ledger.tables()}
-    for table, state in ledger.tables().items():
-        gone = present.get(table, set()) - ledger.generations(table) - {state.generation, state.reading, state.published}
-        remove_generations(lake, table, gone)
+    present = {place: generations(lake, place) for place in places(ledger)}
+    for state in ledger.tables().values():
+        gone = present.get(state.place, set()) - ledger.generations(state.place) - {state.generation, state.reading, state.published}
+        remove_generations(lake, state.place, gone)
         dropped += len(gone)
     return dropped
 
 
-def compact(lake: Lake, tables: Iterable[TableName]) -> int:
-    """Join the small files of each partition of the tables' raw and snapshots; returns how many files there are fewer.
+def compact(lake: Lake, places: Iterable[TableName]) -> int:
+    """Join the small files of each partition of the raw and snapshot tables at `places`; returns how many files there are fewer.
 
     A partition that is being written to meanwhile is left for the next time. Raises LakeError.
     """
     fewer = 0
-    for uri, partition in _partitioned(lake, tables):
+    for uri, partition in _partitioned(lake, places):
         with lake_errors(uri):
             table = open_table(lake, uri)
             crowded_ones = [] if table is None else _with_small_files(table, partition)
@@ -135,10 +135,15 @@ def compact(lake: Lake, tables: Iterable[TableName]) -> int:
     return fewer
 
 
-def _partitioned(lake: Lake, tables: Iterable[TableName]) -> Iterator[tuple[str, str]]:
-    for table in tables:
-        yield lake.raw(table), PARTITION
-        yield lake.snapshot(table), GENERATION
+def _partitioned(lake: Lake, places: Iterable[TableName]) -> Iterator[tuple[str, str]]:
+    for place in places:
+        yield lake.raw(place), PARTITION
+        yield lake.snapshot(place), GENERATION
+
+
+def places(ledger: Ledger) -> list[TableName]:
+    """Where every table stands that the pipeline has ever met."""
+    return [state.place for state in ledger.tables().values()]
 
 
 def _with_small_files(table: DeltaTable, partition: str) -> list[str]:
@@ -157,7 +162,7 @@ def vacuum(lake: Lake, ledger: Ledger, readers: timedelta = _READERS, writers: t
     Raises LakeError.
     """
     logs = [lake.ledger(name) for name in LOGS]
-    data = [uri for uri, _ in _partitioned(lake, ledger.tables())]
+    data = [uri for uri, _ in _partitioned(lake, places(ledger))]
     removed = 0
     for uri in [*data, *logs]:
         with lake_errors(uri):

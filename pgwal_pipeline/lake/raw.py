@@ -35,6 +35,7 @@ from pgwal_pipeline.lake.delta import (
 )
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, move, new_file_name, plain_schema, plain_tables
+from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lake.records import FileWrite, TableWrite
 from pgwal_pipeline.lake.schema import changed_type, check_columns, fitted, partitioned_schema
 from pgwal_pipeline.lsn import parse_window_key
@@ -63,6 +64,7 @@ _CONFIGURATION = {
 }
 _COLUMN_COST = 512  # bytes that an Arrow array takes besides what is in it, about
 _LOOSE = 64
+_BY_NAME = Places()
 
 
 class Changes(Protocol):
@@ -137,10 +139,20 @@ class WindowWriter:
     the window's, files are put into its partition's folder at once; without, `commit_window` moves them there. `expected` are the schemas
     that raw tables will have, by their addresses, where windows before this one are not committed yet. For one thread; as a context
     manager it takes its files away again when the block fails. Its methods raise LakeError where the lake cannot be written.
+
+    `places` says where each table stands; tables are told apart by that, and a TableError has the place as its table's name.
     """
 
-    def __init__(self, lake: Lake, budget: int, key: str | None = None, expected: Mapping[str, Schema] | None = None) -> None:
+    def __init__(
+        self,
+        lake: Lake,
+        budget: int,
+        key: str | None = None,
+        expected: Mapping[str, Schema] | None = None,
+        places: Places = _BY_NAME,
+    ) -> None:
         self._lake = lake
+        self._places = places
         self._expected = expected or {}
         self._budget = budget
         self._partition = "" if key is None else f"{PARTITION}={key}/"
@@ -159,14 +171,15 @@ class WindowWriter:
 
     def add(self, changes: Changes) -> None:
         """Take rows in. Raises TableError where the raw table cannot take them; the window then goes on without that table."""
-        table = changes.relation.table
-        if table in self._refused:
-            raise self._refused[table]
+        place, table = self._places.find(changes.relation)
+        if place in self._refused:
+            raise self._refused[place]
         try:
-            buffer = self._buffer(changes)
-        except TableError as refusal:
-            self._refuse(table, refusal)
-            raise
+            buffer = self._buffer(changes, place, table)
+        except TableError as error:
+            refusal = TableError(str(place), str(error))
+            self._refuse(place, refusal)
+            raise refusal from None
         write = buffer.write
         buffer.write = replace(
             write,
@@ -224,14 +237,13 @@ class WindowWriter:
     def abandon(self) -> None:
         """Stop, and take away the files that were written."""
         self._pool.shutdown(cancel_futures=True)
-        for table in list(self._buffers):
-            self._refuse(table, None)
+        for place in list(self._buffers):
+            self._refuse(place, None)
 
-    def _buffer(self, changes: Changes) -> _Buffer:
-        """The table's buffer, ready for rows of the schema that `changes` has."""
-        table = changes.relation.table
+    def _buffer(self, changes: Changes, place: TableName, table: TableName) -> _Buffer:
+        """The buffer of `table`, ready for rows of the schema that `changes` has."""
         arrow = plain_schema(changes.rows.schema)
-        buffer = self._buffers.get(table)
+        buffer = self._buffers.get(place)
         if buffer is not None and arrow.equals(buffer.arrow):
             return buffer
         check_columns(changes.relation)
@@ -239,10 +251,10 @@ class WindowWriter:
             self._flush(buffer)
             buffer.arrow = arrow
             return buffer
-        path = self._lake.raw(table)
+        path = self._lake.raw(place)
         standing = self._pool.submit(_standing_schema, self._lake, path, self._expected)
         write = TableWrite(table=str(table), path=path, schema_json="")
-        buffer = self._buffers[table] = _Buffer(self._lake.layer_path("raw", table), standing, arrow, write)
+        buffer = self._buffers[place] = _Buffer(self._lake.layer_path("raw", place), standing, arrow, write)
         return buffer
 
     def _make_room(self) -> None:
@@ -267,11 +279,11 @@ class WindowWriter:
         self._under_way[file] = size
         buffer.files.append(file)
 
-    def _refuse(self, table: TableName, refusal: TableError | None) -> None:
+    def _refuse(self, place: TableName, refusal: TableError | None) -> None:
         """Leave a table out of the window, and take its files away."""
         if refusal is not None:
-            self._refused[table] = refusal
-        buffer = self._buffers.pop(table, None)
+            self._refused[place] = refusal
+        buffer = self._buffers.pop(place, None)
         if buffer is None:
             return
         self._waiting -= buffer.bytes
@@ -329,17 +341,17 @@ def _settled(file: FileWrite) -> Future[FileWrite]:
     return done
 
 
-def ensure_raw_table(lake: Lake, table: TableName, rows: pa.Schema) -> str:
-    """Make the raw table of `table` where it is missing, with the columns of `rows`, its decoded changes' schema; returns its address.
+def ensure_raw_table(lake: Lake, place: TableName, rows: pa.Schema) -> str:
+    """Make the raw table at `place` where it is missing, with the columns of `rows`, its decoded changes' schema; returns its address.
 
     Columns that an existing one lacks are added; one that it has with another type gets a column beside.
     """
-    path = lake.raw(table)
+    path = lake.raw(place)
     wanted = partitioned_schema(fitted(_standing_schema(lake, path) or Schema([]), plain_schema(rows)), PARTITION)
     try:
         ensure_table(lake, path, wanted, partition_by=[PARTITION], configuration=_CONFIGURATION)
     except Clash as clash:
-        raise changed_type(table, clash) from None
+        raise changed_type(place, clash) from None
     return path
 
 

@@ -5,7 +5,7 @@ LSNs are integers, times are aware datetimes in UTC, paths are absolute or full 
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pgwal_pipeline.relation import Column, PgType, Relation, TableName
 
 WindowState = Literal["prepared", "complete", "pruned"]
-State = Literal["pending", "snapshotting", "ready", "skipped", "gone", "error"]
+State = Literal["pending", "snapshotting", "ready", "skipped", "gone", "error", "renamed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class FileWrite:
 class TableWrite:
     """What a window brings to one raw table: all that is needed to commit it, making or widening the Delta table included.
 
-    `table` is the quoted name, `path` the raw table's address, `schema_json` the Delta schema its files have together. `rows` are those of
-    raw; a key change is two of them, one `K` and one `U`. `unchanged` says whether any row left an unchanged TOAST value out.
+    `table` is the quoted name by then, `path` the raw table's address, `schema_json` the Delta schema its files have together. `rows` are
+    those of raw; a key change is two of them, one `K` and one `U`. `unchanged` says whether any row left an unchanged TOAST value out.
     """
 
     table: str
@@ -104,11 +104,12 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class TableState:
-    """Where one table stands.
+    """Where one table stands. In the ledger a name that a table had before stands as `renamed`.
 
     `generation` is the snapshot in force, `reading` the one under way, `published` the one that `current` is built on. The table may be
     read once every transaction older than `joined_xid` (64 bits) has ended, and published once the frontier has passed `required_lsn`.
     `storage` is how the table was stored at the last look (JSON of `postgres.storage.Storage`), `dropped` the columns that are gone since.
+    `kept_as` is its place in the lake, None where that is its name.
     """
 
     table: TableName
@@ -124,17 +125,39 @@ class TableState:
     required_lsn: int | None = None
     storage: str | None = None
     dropped: tuple[str, ...] = ()
+    kept_as: TableName | None = None
     at: datetime | None = None
+
+    def __post_init__(self) -> None:
+        if self.kept_as == self.table:
+            object.__setattr__(self, "kept_as", None)
+
+    @property
+    def place(self) -> TableName:
+        """What its Delta tables are called in the lake: the name under which it was first met, as a rule."""
+        return self.kept_as or self.table
 
     @property
     def followed(self) -> bool:
         """Whether the table's changes are wanted: it is published, and nothing speaks against it."""
         return self.state not in ("skipped", "gone")
 
+    @property
+    def is_read(self) -> bool:
+        """Whether some of the table's rows have been read already."""
+        return self.generation is not None or self.reading is not None
+
+    def called(self, name: TableName) -> "TableState":
+        """The same table under another name; where it stands in the lake stays."""
+        relation = None if self.relation is None else replace(self.relation, table=name)
+        return replace(self, table=name, kept_as=self.place, relation=relation)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One range of a table's key in a snapshot, `lower < key <= upper`; a bound has the key's columns as Postgres's text, or is None.
+
+    `table` is the table's place in the lake, which its name was as a rule.
 
     Two equal bounds are a key that is read again by itself (`single`). Of a table without a key it is a range of row addresses.
 

@@ -91,6 +91,7 @@ TABLES = pa.schema(
         ("required_lsn", pa.int64()),
         ("storage", pa.string()),
         ("dropped", pa.list_(pa.string())),
+        ("kept_as", pa.string()),
         ("at", _MOMENT),
     ]
 )
@@ -205,6 +206,7 @@ def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:
                 "table": str(state.table),
                 "key": list(state.key),
                 "dropped": list(state.dropped),
+                "kept_as": None if state.kept_as is None else str(state.kept_as),
                 "relation": None if state.relation is None else relation_to_json(state.relation),
                 "at": state.at or now,
             }
@@ -215,7 +217,7 @@ def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:
 
 
 def states(rows: pa.Table) -> list[TableState]:
-    """The tables' states in `rows`, in their order."""
+    """The tables' states in `rows`, in their order, without the names that tables had before."""
     return [
         TableState(
             **_known(
@@ -224,10 +226,12 @@ def states(rows: pa.Table) -> list[TableState]:
                 table=TableName.parse(row["table"]),
                 key=tuple(row["key"] or ()),
                 dropped=tuple(row["dropped"] or ()),
+                kept_as=None if row["kept_as"] is None else TableName.parse(row["kept_as"]),
                 relation=None if row["relation"] is None else relation_from_json(row["relation"]),
             )
         )
         for row in _records(rows)
+        if row["state"] != "renamed"
     ]
 
 

@@ -47,18 +47,19 @@ class ChunkWrite:
 class SnapshotWriter:
     """Writes the chunks of one generation of one table. Threads may share it.
 
-    Raises TableError for a table that cannot stand in Delta, ValueError for a generation that is not letters, digits, `_` and `-`.
+    `place` is the table's where that is not its name. Raises TableError for a table that cannot stand in Delta, ValueError for a generation
+    that is not letters, digits, `_` and `-`.
     """
 
-    def __init__(self, lake: Lake, relation: Relation, generation: str) -> None:
+    def __init__(self, lake: Lake, relation: Relation, generation: str, place: TableName | None = None) -> None:
         check_columns(relation)
         if not _ID.match(generation):
             raise ValueError(f"{generation!r} is no id of a snapshot")
         self._lake = lake
         self._table = relation.table
         self._generation = generation
-        self._uri = lake.snapshot(relation.table)
-        self._folder = lake.layer_path("snapshot", relation.table)
+        self._uri = lake.snapshot(place or relation.table)
+        self._folder = lake.layer_path("snapshot", place or relation.table)
 
     def write(self, attempt: str, pieces: Iterable[pa.Table]) -> ChunkWrite:
         """Write the rows of one attempt at a chunk, which have the source's columns and `_pgwal_text`, and commit them as one.
@@ -168,20 +169,20 @@ class _ChunkFiles:
         self._done.append(replace(written, stats=json.dumps(stats)))
 
 
-def generations(lake: Lake, table: TableName) -> set[str]:
-    """The generations that a table's snapshot has rows of. Raises LakeError."""
-    found = open_table(lake, lake.snapshot(table))
+def generations(lake: Lake, place: TableName) -> set[str]:
+    """The generations that the snapshot at a place has rows of. Raises LakeError."""
+    found = open_table(lake, lake.snapshot(place))
     return set() if found is None else {partition[GENERATION] for partition in found.partitions()}
 
 
-def drop_generations(lake: Lake, table: TableName, keep: Collection[str]) -> None:
-    """Take every generation but those in `keep` out of a table's snapshot; vacuum removes the files later. Raises LakeError."""
-    remove_generations(lake, table, generations(lake, table) - set(keep))
+def drop_generations(lake: Lake, place: TableName, keep: Collection[str]) -> None:
+    """Take every generation but those in `keep` out of the snapshot at a place; vacuum removes the files later. Raises LakeError."""
+    remove_generations(lake, place, generations(lake, place) - set(keep))
 
 
-def remove_generations(lake: Lake, table: TableName, gone: Collection[str]) -> None:
-    """Take the generations in `gone` out of a table's snapshot; vacuum removes the files later. Raises LakeError."""
-    uri = lake.snapshot(table)
+def remove_generations(lake: Lake, place: TableName, gone: Collection[str]) -> None:
+    """Take the generations in `gone` out of the snapshot at a place; vacuum removes the files later. Raises LakeError."""
+    uri = lake.snapshot(place)
     if not gone:
         return
     named = ", ".join(f"'{generation}'" for generation in sorted(gone))

@@ -18,6 +18,7 @@ from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.errors import SourceRefused, SourceUnavailable
 from pgwal_pipeline.lake.fitting import first_misfit
 from pgwal_pipeline.lake.ledger import Plan, Read, Window
+from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lsn import format_lsn, window_key
 from pgwal_pipeline.pipeline.catch_up_process import CatchUpProcess
 from pgwal_pipeline.pipeline.changes import Look
@@ -186,6 +187,7 @@ def _read_here(run: Pass, plan: Plan, limits: tuple[int, int], budget: int, expe
             read = read_window(
                 stream,
                 run.ledger.lake,
+                Places.of(run.ledger.tables()),
                 describe_on(run.conn),
                 start_lsn=start,
                 end_lsn=end,

@@ -18,6 +18,7 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Read
+from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline.counting import Told, describe_on, keep_what_came, window_of
 from pgwal_pipeline.pipeline.window import StreamBroke, read_window
@@ -105,6 +106,7 @@ def _read(settings: Settings, start: int, end: int, version: int, teller: _Telle
                 read = read_window(
                     stream,
                     ledger.lake,
+                    Places.of(ledger.tables()),
                     describe_on(conn),
                     start_lsn=start,
                     end_lsn=end,

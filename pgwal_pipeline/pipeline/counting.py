@@ -46,7 +46,7 @@ class Told:
     """What the stream told of the tables besides their rows.
 
     The tables as they were, by oid, the last definition last; the transactions (32 bits) that truncated one, by its oid; why a table could
-    not be written, by its quoted name. The others are as `WindowRead` has them.
+    not be written, by its place. The others are as `WindowRead` has them.
     """
 
     relations: Mapping[int, Sequence[Relation]]
@@ -152,9 +152,9 @@ def review(run: Pass, before: Mapping[TableName, Look], told: Told, ended: Snaps
         # What the windows had of them is only in the source now.
         run.ledger.amend_tables(
             lambda known: [
-                replace(state, state="error", reason=told.refused[str(state.table)], generation=None, reading=None, published=None)
+                replace(state, state="error", reason=told.refused[str(state.place)], generation=None, reading=None, published=None)
                 for state in known.values()
-                if str(state.table) in told.refused
+                if str(state.place) in told.refused
             ]
         )
     return found

@@ -15,6 +15,7 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import FileGone, PublicationMissing, SlotLost, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Plan, Window
+from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline import bootstrap as bootstraps
 from pgwal_pipeline.pipeline import catch_up
@@ -231,6 +232,7 @@ def _drain_window(run: Pass, before: Mapping[TableName, Look], ended: str, strea
         read = read_window(
             stream,
             run.ledger.lake,
+            Places.of(run.ledger.tables()),
             describe_on(run.conn),
             start_lsn=start,
             end_lsn=end,

@@ -1,6 +1,6 @@
 """Looks at the followed tables in the catalog, before the stream is read and after, and what the ledger is told of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from pgwal_pipeline.decode.types import arrow_type, change_schema
 from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, TableState
+from pgwal_pipeline.lake.places import free_place
 from pgwal_pipeline.lake.raw import check_columns, ensure_raw_table
 from pgwal_pipeline.pipeline.changes import Look, Streamed, altered, dropped, had_others_names, read_again, republished, rewritten
 from pgwal_pipeline.postgres import catalog
@@ -31,29 +32,32 @@ def looks(conn: Connection, publication: str) -> dict[TableName, Look]:
 
 
 def record_tables(ledger: Ledger, conn: Connection, found: Mapping[TableName, Look], skipped: Mapping[TableName, str]) -> dict[str, str]:
-    """Write down tables that joined, left, were altered or made anew since the last look; returns why some are to be read again.
+    """Write down tables that joined, left, were renamed, altered or made anew since the last look; returns what to say of some, by name.
 
     A table that joins is read only after the transactions that run now have ended: what they wrote to it before is in no stream.
     """
-    known = ledger.tables()
+    before = ledger.tables()
+    known, changed, news = _renamed(before, found)
     joined_xid = next_xid(conn)
     fresh = [look for table, look in found.items() if _joins(known.get(table), look)]
+    places = _places_for(known, fresh)
+    taken = {*places.values(), *(state.place for state in known.values())}
     with ThreadPoolExecutor(8, "pgwal-bootstrap") as pool:
-        changed = list(pool.map(lambda look: _joined(ledger.lake, look, joined_xid), fresh))
-    again: dict[str, str] = {}
+        changed += pool.map(lambda look: _joined(ledger.lake, look, places[look.relation.table], joined_xid), fresh)
     for table, look in found.items():
         state = known.get(table)
         if state is None or _joins(state, look):
             continue
         seen = _seen(state, look, joined_xid)
         if seen.reason is not None and seen.reason != state.reason:
-            again[str(table)] = seen.reason
-        if seen != state:
+            news[str(table)] = seen.reason
+        if seen != before.get(table):
             changed.append(seen)
     for table, reason in skipped.items():
         state = known.get(table)
         if state is None or (state.state, state.reason) != ("skipped", reason):
-            changed.append(TableState(table=table, oid=0, state="skipped", reason=reason))
+            met = TableState(table=table, oid=0, state="skipped", kept_as=free_place(table, 0, taken)) if state is None else state
+            changed.append(TableState(table=table, oid=met.oid, state="skipped", reason=reason, kept_as=met.kept_as))
     changed += [
         replace(state, state="gone", reason=_GONE)
         for table, state in known.items()
@@ -61,7 +65,7 @@ def record_tables(ledger: Ledger, conn: Connection, found: Mapping[TableName, Lo
     ]
     if changed:
         ledger.record_tables(changed)
-    return again
+    return news
 
 
 def review_tables(
@@ -75,36 +79,62 @@ def review_tables(
 ) -> dict[str, str]:
     """Look at the tables again when the stream has been read, and write down what the looks and the stream together say.
 
-    To be done before what was read counts, for what is published goes by it. Returns why some tables are to be read again; `rewrites` says
-    whether those are that were rewritten without a word in the stream.
+    To be done before what was read counts, for what is published goes by it. Returns what to say of some tables, such as why they are to be
+    read again; `rewrites` says whether those are that were rewritten without a word in the stream.
     """
-    again: dict[str, str] = {}
+    news: dict[str, str] = {}
+    earlier_looks = {look.relation.oid: look for look in before.values()}
 
-    def decide(known: Mapping[TableName, TableState]) -> list[TableState]:
-        again.clear()
-        changed = []
+    def decide(recorded: Mapping[TableName, TableState]) -> list[TableState]:
+        known, changed, renamed = _renamed(recorded, found)
+        news.clear()
+        news.update(renamed)
         for table, look in found.items():
-            state, earlier = known.get(table), before.get(table)
+            state, earlier = known.get(table), earlier_looks.get(look.relation.oid)
             if state is not None and state.oid != look.relation.oid and state.followed:
                 # Another table took the name while the stream was read. It joins at the next look.
                 changed.append(replace(state, state="gone", reason=_GONE))
-            if state is None or earlier is None or state.storage is None or _joins(state, look):
-                continue
-            seen = _reviewed(state, Storage.from_json(state.storage), earlier, look, streamed, unborn_xid, rewrites)
-            if seen.reason is not None and seen.reason != state.reason:
-                again[str(table)] = seen.reason
-            if seen != state:
+            seen = state
+            if state is not None and earlier is not None and state.storage is not None and not _joins(state, look):
+                seen = _reviewed(state, Storage.from_json(state.storage), earlier, look, streamed, unborn_xid, rewrites)
+                if seen.reason is not None and seen.reason != state.reason:
+                    news[str(table)] = seen.reason
+            if seen is not None and seen.oid == look.relation.oid and seen != recorded.get(table):
                 changed.append(seen)
-        changed += [
-            # Its rows under another name are not in its raw, should it get its name back.
-            replace(state, state="gone", reason=_GONE)
-            for table, state in known.items()
-            if table not in found and state.state == "ready" and _had_other_name(state, streamed)
-        ]
         return changed
 
     ledger.amend_tables(decide)
-    return again
+    return news
+
+
+def _renamed(
+    known: Mapping[TableName, TableState], found: Mapping[TableName, Look]
+) -> tuple[dict[TableName, TableState], list[TableState], dict[str, str]]:
+    """The known tables by the names that they have now, records that take the other names out, and what to say of those renamed.
+
+    A table is the same as long as it has its oid.
+    """
+    by_oid = {state.oid: state for state in known.values() if state.followed}
+    moved = {
+        table: by_oid[look.relation.oid]
+        for table, look in found.items()
+        if look.relation.oid in by_oid and by_oid[look.relation.oid].table != table
+    }
+    earlier = {state.table for state in moved.values()}
+    present = {table: state for table, state in known.items() if table not in earlier}
+    present |= {table: state.called(table) for table, state in moved.items()}
+    left = [TableState(table=table, oid=0, state="renamed") for table in sorted(earlier - present.keys())]
+    return present, left, {str(table): f"it was {state.table} before and is followed on" for table, state in moved.items()}
+
+
+def _places_for(known: Mapping[TableName, TableState], joining: Sequence[Look]) -> dict[TableName, TableName]:
+    """Where tables that join are to stand, by their names: each where the table of its name stood before, if there was one."""
+    met = {state.table: state.place for state in known.values() if state.oid}
+    places: dict[TableName, TableName] = {}
+    for relation in (look.relation for look in joining):
+        taken = {*met.values(), *places.values()}
+        places[relation.table] = met.get(relation.table) or free_place(relation.table, relation.oid, taken)
+    return places
 
 
 def _joins(known: TableState | None, look: Look) -> bool:
@@ -114,7 +144,7 @@ def _joins(known: TableState | None, look: Look) -> bool:
     return known.state == "error" and known.storage is not None and Storage.from_json(known.storage).columns != look.storage.columns
 
 
-def _joined(lake: Lake, look: Look, joined_xid: int) -> TableState:
+def _joined(lake: Lake, look: Look, place: TableName, joined_xid: int) -> TableState:
     """A table that joins, with its raw table made so that readers find it before its first change."""
     relation = look.relation
     state = TableState(
@@ -125,10 +155,11 @@ def _joined(lake: Lake, look: Look, joined_xid: int) -> TableState:
         relation=relation,
         joined_xid=joined_xid,
         storage=look.storage.to_json(),
+        kept_as=place,
     )
     try:
         check_columns(relation)
-        ensure_raw_table(lake, relation.table, change_schema(relation))
+        ensure_raw_table(lake, place, change_schema(relation))
     except TableError as error:
         return replace(state, state="error", reason=str(error))
     return state
@@ -145,7 +176,7 @@ def _seen(state: TableState, look: Look, unborn_xid: int) -> TableState:
     state = replace(state, dropped=dropped(state, before, look.storage))
     if reason is not None:
         return read_again(state, look, reason, state.joined_xid)
-    now = replace(look.storage, files=before.files, shown=before.shown) if _is_read(state) else look.storage
+    now = replace(look.storage, files=before.files, shown=before.shown) if state.is_read else look.storage
     return replace(state, relation=look.relation, key=look.relation.key, storage=now.to_json())
 
 
@@ -156,9 +187,7 @@ def _reviewed(
     if seen.reason != state.reason:
         return seen
     versions = streamed.relations.get(state.oid, ())
-    if _is_read(state):
-        if _had_other_name(state, streamed):
-            return read_again(state, look, "it had another name for a while")
+    if state.is_read:
         if any(version.key != state.key for version in versions):
             return read_again(state, look, "its replica identity was another one for a while")
         told = _columns(earlier.relation) | _columns(look.relation) | _columns(state.relation)
@@ -171,25 +200,16 @@ def _reviewed(
         if state.oid in streamed.lacking:
             return read_again(state, look, "a row came into the publication's row filter, with values that the stream does not bring")
     last = versions[-1] if versions else None
-    if look.relation != earlier.relation and last is not None and last.table == state.table:
+    if look.relation != earlier.relation and last is not None:
         # Altered meanwhile: what is published has the columns that the stream had; the rest shows at the next look.
-        state = replace(state, relation=last, key=last.key)
-    if not _is_read(state):
+        state = replace(state, relation=replace(last, table=state.table), key=last.key)
+    if not state.is_read:
         return state
     reason, storage = rewritten(state.oid, stored, look.storage, streamed)
     if reason is not None and rewrites:
         return read_again(state, look, reason)
     shown = (last or earlier.relation).column_names
     return replace(state, storage=replace(stored, files=storage.files, shown=shown).to_json())
-
-
-def _had_other_name(state: TableState, streamed: Streamed) -> bool:
-    return any(relation.table != state.table for relation in streamed.relations.get(state.oid, ()))
-
-
-def _is_read(state: TableState) -> bool:
-    """Whether some of the table's rows have been read already."""
-    return state.generation is not None or state.reading is not None
 
 
 def _columns(relation: Relation | None) -> set[tuple[str, str]]:

@@ -17,7 +17,7 @@ from pgwal_pipeline.lake.current import MergeRequest, MergeResult, ReplaceReques
 from pgwal_pipeline.lake.fold import ChunkSnapshot, Traits
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, Publish, TablePointer, TableState, Window
-from pgwal_pipeline.lake.raw import ensure_raw_table
+from pgwal_pipeline.lake.raw import TableWrite, ensure_raw_table
 from pgwal_pipeline.lake.schema import schema_json
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish
 from pgwal_pipeline.postgres import slot
@@ -137,25 +137,25 @@ def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list
     The watermark may lie past the last publish: a publish that died had merged this table, or it was merged by itself. Its newest version
     counts, which maintenance may have made, or a replacement that was in no publish yet.
     """
-    path = lake.current(state.table)
+    path = lake.current(state.place)
     stands = current.standing(path)
     if stands is None:
         raise LakeError(f"The current table of {state.table} at {path} is gone; run `pgwal resnapshot '{state.table}'` to build it again.")
     fresh = [window for window in windows if window.end_lsn > stands.watermark]
     pointer = TablePointer(path, stands.version)
-    if not _writes(state, fresh) and stands.columns.issuperset(relation.column_names):
+    if not _writes(lake, state, fresh) and stands.columns.issuperset(relation.column_names):
         return _Work(state, pointer, None)
     request = MergeRequest(
         table=state.table,
-        raw_path=lake.raw(state.table),
+        raw_path=lake.raw(state.place),
         current_path=path,
         key=relation.key,
         columns=relation.column_names,
         from_lsn=stands.watermark,
         to_lsn=frontier,
-        traits=_traits(state, fresh),
+        traits=_traits(lake, state, fresh),
         schema_json=schema_json(copy_schema(relation)),
-        rows=sum(write.rows for write in _writes(state, fresh)),
+        rows=sum(write.rows for write in _writes(lake, state, fresh)),
     )
     return _Work(state, pointer, request)
 
@@ -165,7 +165,7 @@ def _replace_request(
 ) -> ReplaceRequest:
     assert state.generation is not None
     assert state.required_lsn is not None
-    chunks = [chunk for chunk in ledger.chunks(state.table, state.generation) if chunk.snapshot is not None]
+    chunks = [chunk for chunk in ledger.chunks(state.place, state.generation) if chunk.snapshot is not None]
     # What a slot before this one gave ends in a gap, and a row deleted within the gap must not come back.
     origin = max((window.start_lsn for window in windows if window.start_lsn == window.end_lsn), default=0)
     first_seen = min((Snapshot.parse(chunk.snapshot or "") for chunk in chunks), key=lambda snapshot: snapshot.low, default=None)
@@ -174,9 +174,9 @@ def _replace_request(
     fresh = [window for window in windows if window.end_lsn > from_lsn]
     return ReplaceRequest(
         table=state.table,
-        raw_path=lake.raw(state.table),
-        current_path=lake.current(state.table),
-        snapshot_path=lake.snapshot(state.table),
+        raw_path=lake.raw(state.place),
+        current_path=lake.current(state.place),
+        snapshot_path=lake.snapshot(state.place),
         generation=state.generation,
         chunks=tuple(ChunkSnapshot(chunk.attempt or "", chunk.snapshot or "", chunk.single) for chunk in chunks),
         snapshot_lsn=state.required_lsn,
@@ -184,9 +184,9 @@ def _replace_request(
         columns=relation.column_names,
         from_lsn=from_lsn,
         to_lsn=frontier,
-        traits=_traits(state, fresh),
+        traits=_traits(lake, state, fresh),
         schema_json=schema_json(copy_schema(relation)),
-        rows=sum(chunk.rows for chunk in chunks) + sum(write.rows for write in _writes(state, fresh)),
+        rows=sum(chunk.rows for chunk in chunks) + sum(write.rows for write in _writes(lake, state, fresh)),
         keep=state.dropped,
     )
 
@@ -200,13 +200,13 @@ def _seen_whole(window: Window, snapshot: Snapshot | None) -> bool:
     return snapshot.widened(window.max_xid) < snapshot.low
 
 
-def _writes(state: TableState, windows: Iterable[Window]) -> list:
-    name = str(state.table)
-    return [write for window in windows for write in window.tables if write.table == name and write.rows]
+def _writes(lake: Lake, state: TableState, windows: Iterable[Window]) -> list[TableWrite]:
+    path = lake.raw(state.place)
+    return [write for window in windows for write in window.tables if write.path == path and write.rows]
 
 
-def _traits(state: TableState, windows: Iterable[Window]) -> Traits:
-    writes = _writes(state, windows)
+def _traits(lake: Lake, state: TableState, windows: Iterable[Window]) -> Traits:
+    writes = _writes(lake, state, windows)
     return Traits(
         truncated=any(write.truncates for write in writes),
         key_changes=any(write.key_changes for write in writes),
@@ -225,7 +225,7 @@ def _merge_all(lake: Lake, spark: "SparkSession", works: list[_Work], progress: 
             assert request is not None
             if not request.rows:  # a column that no row has yet
                 assert work.state.relation is not None
-                ensure_raw_table(lake, work.state.table, change_schema(work.state.relation))
+                ensure_raw_table(lake, work.state.place, change_schema(work.state.relation))
             return work.state.table, current.merge(spark, request)
         except TableError as error:
             return work.state.table, error
@@ -248,25 +248,26 @@ def _settle(
     pointers: dict[TableName, TablePointer] = {}
     errors: dict[TableName, str] = {}
     warnings: list[str] = []
-    changed: list[tuple[TableState, TableState]] = []  # as it was planned for, and as it is now
+    changed: dict[TableName, tuple[TableState, TableState]] = {}  # by place: as it was planned for, and as it is now
     for work in works:
         state = work.state
         outcome = outcomes.get(state.table)
         again = _to_be_read_again(ledger, state, outcome) if isinstance(work.request, ReplaceRequest) else None
         if again is not None:
             warnings.append(f"Table {state.table}: {again.reason}.")
-            changed.append((state, again))
+            changed[state.place] = state, again
         elif isinstance(outcome, TableError):
             errors[state.table] = str(outcome)
-            changed.append((state, replace(state, state="error", reason=str(outcome))))
+            changed[state.place] = state, replace(state, state="error", reason=str(outcome))
         elif outcome is not None and work.request is not None:
             pointers[state.table] = TablePointer(work.request.current_path, outcome.version)
             if isinstance(work.request, ReplaceRequest):
-                changed.append((state, replace(state, published=state.generation)))
+                changed[state.place] = state, replace(state, published=state.generation)
         elif work.pointer is not None:
             pointers[state.table] = work.pointer
     if changed:
-        ledger.amend_tables(lambda known: [_settled(known.get(was.table, was), was, now) for was, now in changed])
+        # By their places: a drain beside may have met another name of a table.
+        ledger.amend_tables(lambda known: [_settled(state, *changed[state.place]) for state in known.values() if state.place in changed])
     return pointers, errors, warnings
 
 
@@ -284,14 +285,14 @@ def _to_be_read_again(ledger: Ledger, state: TableState, outcome: MergeResult | 
         return replace(
             state, state="pending", generation=None, reading=None, reason="it is read again: many keys changed while it was read"
         )
-    chunks = ledger.chunks(state.table, state.generation)
+    chunks = ledger.chunks(state.place, state.generation)
     read = Counter(chunk.lower for chunk in chunks if chunk.single)
     if max(read[key] for key in outcome.keys) >= _TIMES_A_KEY:
         return None
     first = max(chunk.chunk for chunk in chunks) + 1
     ledger.record_chunks(
         [
-            Chunk(table=state.table, generation=state.generation, chunk=number, lower=key, upper=key)
+            Chunk(table=state.place, generation=state.generation, chunk=number, lower=key, upper=key)
             for number, key in enumerate(outcome.keys, first)
         ]
     )

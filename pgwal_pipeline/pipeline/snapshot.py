@@ -76,7 +76,10 @@ def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *,
                 if state.joined_xid is not None:
                     copy.wait_for_transactions(conn, state.joined_xid, max(0.0, waiting - time.monotonic()), noted.warn)
                 # A drain beside may have met changes of the table since.
-                state = ledger.tables()[planned.table]
+                known = _at(ledger.tables(), planned.place)
+                if known is None:
+                    continue
+                state = known
                 if state.table not in published or not state.followed:
                     continue
                 if tables is not None:
@@ -94,10 +97,18 @@ def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *,
 
 def _note(ledger: Ledger, state: TableState, error: TableError) -> None:
     """Put a table that cannot be read in error; one that was altered under the reader's hands is begun anew the next time."""
-    if isinstance(error, copy.TableChanged):
-        ledger.amend_tables(lambda known: [_interrupted(known.get(state.table, state), str(error))])
-    else:
-        ledger.amend_tables(lambda known: [replace(known.get(state.table, state), state="error", reading=None, reason=str(error))])
+
+    def noted(known: TableState) -> TableState:
+        if isinstance(error, copy.TableChanged):
+            return _interrupted(known, str(error))
+        return replace(known, state="error", reading=None, reason=str(error))
+
+    ledger.amend_tables(lambda known: [noted(found) for found in [_at(known, state.place)] if found is not None])
+
+
+def _at(known: Mapping[TableName, TableState], place: TableName) -> TableState | None:
+    """The table that stands at a place now, whatever a drain beside has found it to be called."""
+    return next((state for state in known.values() if state.place == place), None)
 
 
 def _interrupted(known: TableState, why: str) -> TableState:
@@ -142,7 +153,7 @@ class _TableRead:
             state = replace(self.state, relation=relation, key=relation.key)
             done: list[Chunk] = []
             # Of a table without a key all rows are to be read under one snapshot, and the one of a reading that died has gone.
-            known = () if state.reading is None or exported is not None else self.ledger.chunks(state.table, state.reading)
+            known = () if state.reading is None or exported is not None else self.ledger.chunks(state.place, state.reading)
             if known:
                 done = [chunk for chunk in known if chunk.attempt is not None]
                 missing = iter([chunk for chunk in known if chunk.attempt is None])
@@ -154,7 +165,7 @@ class _TableRead:
                 missing = self._planned(state)
             assert state.reading is not None
             self._amend(state, lambda known: None if _altered(known, self.state) else _begun(known, state))
-            writer = SnapshotWriter(Lake(self.settings.lake), relation, state.reading)
+            writer = SnapshotWriter(Lake(self.settings.lake), relation, state.reading, state.place)
             writer.begin(copy_schema(relation))
             self._rows = {chunk.chunk: chunk.rows for chunk in done}
             self._bytes = {chunk.chunk: chunk.bytes for chunk in done}
@@ -177,7 +188,8 @@ class _TableRead:
         refused = []
 
         def decide(known: Mapping[TableName, TableState]) -> list[TableState]:
-            changed = change(known.get(state.table, state))
+            found = _at(known, state.place)
+            changed = None if found is None else change(found)
             refused[:] = [] if changed is not None else [state.table]
             return [] if changed is None else [changed]
 
@@ -191,7 +203,7 @@ class _TableRead:
         chunks: list[Chunk] = []
         bounds = copy.plan_chunks(self.conn, self.published.relation, self.settings.snapshot_chunk_rows)
         for number, bound in enumerate(bounds):
-            chunks.append(Chunk(table=state.table, generation=state.reading, chunk=number, lower=bound.lower, upper=bound.upper))
+            chunks.append(Chunk(table=state.place, generation=state.reading, chunk=number, lower=bound.lower, upper=bound.upper))
             yield chunks[-1]
         self.ledger.record_chunks(chunks)
         self._planning.set_result(None)

@@ -52,6 +52,8 @@ def publish_due(ledger: Ledger) -> bool:
     publish = ledger.publish()
     if publish is None:
         return any(state.published is not None for state in ready)  # one that died before its record
+    if any(state.table not in publish.tables and state.published is not None for state in ready):
+        return True  # under its new name
     return any(window.changes for window in ledger.windows(publish.lsn) if window.end_lsn <= frontier)
 
 
@@ -74,8 +76,8 @@ def status(settings: Settings) -> dict[str, Any]:
             str(table): {
                 "state": _shown(state),
                 "reason": _reason(state),
-                "raw_path": lake.raw(table),
-                "current_path": lake.current(table),
+                "raw_path": lake.raw(state.place),
+                "current_path": lake.current(state.place),
                 "key": list(state.key) if state.relation is not None else None,
                 "rows": current.row_count(published[table].path, published[table].version) if table in published else None,
             }

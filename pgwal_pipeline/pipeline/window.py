@@ -19,6 +19,7 @@ from pgwal_pipeline.decode.batch import Decoded, Decoder, TableChanges
 from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.errors import SourceUnavailable, TableError
 from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lake.raw import TableWrite, WindowWriter
 from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.postgres.stream import ReplicationStream
@@ -46,11 +47,11 @@ class StreamBroke(SourceUnavailable):
 class WindowRead:
     """What was read of a window: its files, not yet part of any Delta table, and what they hold.
 
-    `refused` says which tables could not be written, and why: none of their changes is in `writes`. `relations` are all definitions of the
-    tables that the stream showed, in the order in which each came last, `truncated` the transactions (32 bits) that truncated a table, by
-    its oid. `refilled` are the oids of tables that one transaction truncated and wrote rows to, `partitions` those of the partitions whose
-    rows came as a table's, by its oid, `lacking` those of tables with an insert that left values out. `min_xid` and `max_xid` bound the
-    32-bit transaction ids of the changes, None where there are none; `seconds` has `drain`, `decode` and `write`.
+    `refused` says which tables could not be written, by their places, and why: none of their changes is in `writes`. `relations` are all
+    definitions of the tables that the stream showed, in the order in which each came last, `truncated` the transactions (32 bits) that
+    truncated a table, by its oid. `refilled` are the oids of tables that one transaction truncated and wrote rows to, `partitions` those of
+    the partitions whose rows came as a table's, by its oid, `lacking` those of tables with an insert that left values out. `min_xid` and
+    `max_xid` bound the 32-bit transaction ids of the changes, None where there are none; `seconds` has `drain`, `decode` and `write`.
     """
 
     writes: tuple[TableWrite, ...]
@@ -228,6 +229,7 @@ class _Consumer(threading.Thread):
 def read_window(
     stream: ReplicationStream,
     lake: Lake,
+    places: Places,
     describe: Callable[[RelationMessage], Relation],
     *,
     start_lsn: int,
@@ -241,12 +243,12 @@ def read_window(
 
     Ends when the server has read past `end_lsn`; its silence never counts as that, for a walsender is silent while it decodes a large
     transaction that is not ours. At most `memory_budget` bytes of changes are held, undecoded and unwritten together. Nothing is committed
-    and nothing confirmed here. `stage` is what `progress` calls it, `expected` as `WindowWriter` has it. Raises StreamBroke, which has what
-    came whole, where the connection breaks, and what decoding or writing raise.
+    and nothing confirmed here. `stage` is what `progress` calls it, `places` and `expected` as `WindowWriter` has them. Raises StreamBroke,
+    which has what came whole, where the connection breaks, and what decoding or writing raise.
     """
     started = time.perf_counter()
     feed_bytes = max(64 << 10, min(4 << 20, memory_budget // 16))
-    writer = WindowWriter(lake, memory_budget // 2, window_key(end_lsn), expected)
+    writer = WindowWriter(lake, memory_budget // 2, window_key(end_lsn), expected, places)
     consumer = _Consumer(Decoder(describe, start_lsn, end_lsn), writer, end_lsn, memory_budget // 4)
     consumer.start()
     broken: SourceUnavailable | None = None

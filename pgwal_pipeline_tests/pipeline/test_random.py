@@ -101,7 +101,7 @@ class Rounds:
                 pointer = publish.tables[name]
                 self.rows += assert_equal(self.source, table.quoted, pointer.path, pointer.version, state.dropped)
                 self.compared += 1
-                _assert_once(self.pipeline.lake, name)
+                _assert_once(self.pipeline.lake, state.place)
         there = {TableName(table.schema, table.name) for table in self.work.tables()}
         assert {name.name for name, state in states.items() if name not in there and state.state not in ("gone", "skipped")} == set()
 
@@ -113,11 +113,11 @@ def _wanted(table: Table) -> str:
     return "ready" if table.usable else "skipped"
 
 
-def _assert_once(lake: Lake, name: TableName) -> None:
+def _assert_once(lake: Lake, place: TableName) -> None:
     """No position stands in raw twice."""
     position = ["_pgwal_commit_lsn", "_pgwal_ordinal", "_pgwal_op"]
-    raw = pl.scan_delta(lake.raw(name)).select(position).collect()
-    assert raw.is_duplicated().sum() == 0, f"{name}: changes stand in raw twice"
+    raw = pl.scan_delta(lake.raw(place)).select(position).collect()
+    assert raw.is_duplicated().sum() == 0, f"{place}: changes stand in raw twice"
 
 
 def _report(rounds: Rounds, seed: int, number: int, error: BaseException) -> str:

@@ -1,110 +1,176 @@
-"""Tables that get another name: the new name is read as a new table, the old one is `gone` and its `current` stays as it was."""
+"""Tables that get another name: each is the same table as before, under its new name, where it stood in the lake, and not read again."""
 
 from collections.abc import Callable
 from typing import Any
 
+import polars as pl
 import pytest
 
-from pgwal_pipeline.lake.ledger import Publish
+from pgwal_pipeline.lake.ledger import TableState
+from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.pipeline import drain as drains
+from pgwal_pipeline.pipeline import snapshot as snapshots
+from pgwal_pipeline.pipeline import status as statuses
 from pgwal_pipeline.progress import Silent
-from pgwal_pipeline_tests.oracle import lake_rows
+from pgwal_pipeline.relation import Relation, TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_schema_changes import converge, run
 from pgwal_pipeline_tests.support import Source
 
 BEFORE = "INSERT INTO {t} VALUES (10, 'before'); UPDATE {t} SET v = 'changed' WHERE id = 1; DELETE FROM {t} WHERE id = 2"
 AFTER = "INSERT INTO {t} VALUES (20, 'after'); UPDATE {t} SET id = id + 100 WHERE id = 3; DELETE FROM {t} WHERE id = 4"
-MADE = "CREATE TABLE {t} (id int PRIMARY KEY, v text); INSERT INTO {t} SELECT i, 'old' || i FROM generate_series(1, 6) i"
+MADE = (
+    "CREATE TABLE {t} (id int PRIMARY KEY, v text, large text); ALTER TABLE {t} ALTER large SET STORAGE EXTERNAL;"
+    " INSERT INTO {t} SELECT i, 'old' || i, repeat('large' || i, 1000) FROM generate_series(1, 6) i"
+)
 
-# What is done, and under which names there are rows afterwards, or none any more.
-MOVES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+# What is done to a table of this name, and what its name is then.
+MOVES: dict[str, tuple[str, str]] = {
     "public.taken": (
         "ALTER TABLE public.taken RENAME TO taken_old; CREATE TABLE public.taken (v bytea, id bigint PRIMARY KEY);"
         " INSERT INTO public.taken VALUES ('\\x01', 3), ('\\x02', 7)",
-        ("public.taken", "public.taken_old"),
-        (),
+        "public.taken_old",
     ),
-    "public.moved": ("ALTER TABLE public.moved SET SCHEMA elsewhere", ("elsewhere.moved",), ("public.moved",)),
+    "public.moved": ("ALTER TABLE public.moved SET SCHEMA elsewhere", "elsewhere.moved"),
     "public.often": (
         "ALTER TABLE public.often RENAME TO often_2; INSERT INTO public.often_2 VALUES (50, 'between');"
         " ALTER TABLE public.often_2 RENAME TO often_3; UPDATE public.often_3 SET v = 'between' WHERE id = 5",
-        ("public.often_3",),
-        ("public.often",),
+        "public.often_3",
     ),
     "public.one": (
         "BEGIN; ALTER TABLE public.one RENAME TO tmp; ALTER TABLE public.other RENAME TO one; ALTER TABLE tmp RENAME TO other; COMMIT",
-        ("public.one", "public.other"),
-        (),
+        "public.other",
     ),
-    "public.back": ("ALTER TABLE public.back RENAME TO away; INSERT INTO public.away VALUES (60, 'away');"
-                    " ALTER TABLE public.away RENAME TO back", ("public.back",), ()),
-}  # fmt: skip
+    "public.back": (
+        "ALTER TABLE public.back RENAME TO away; INSERT INTO public.away VALUES (60, 'away'); ALTER TABLE public.away RENAME TO back",
+        "public.back",
+    ),
+    "public.lent": (
+        "ALTER TABLE public.lent RENAME TO kept; CREATE TABLE public.lent (id int PRIMARY KEY, v text, large text);"
+        " INSERT INTO public.lent VALUES (1, 'another table''s'), (70, 'another''s'); DROP TABLE public.lent;"
+        " ALTER TABLE public.kept RENAME TO lent",
+        "public.lent",
+    ),
+    "public.grown": (
+        "ALTER TABLE public.grown RENAME TO taller; ALTER TABLE public.taller ADD more int; UPDATE public.taller SET more = 7 WHERE id = 5",
+        "public.taller",
+    ),
+}
 
 
 @pytest.mark.timeout(900)
 def test_renamed_tables(source: Source, pipeline: Pipeline) -> None:
     source.sql("CREATE SCHEMA elsewhere")
-    for table in (*MOVES, "public.other"):
+    for table in (*MOVES, "public.other", "public.dropped"):
         run(source, MADE, table)
     source.sql("UPDATE public.other SET v = 'other', id = -id")
     pipeline.sync()
-    before = {str(table): pointer for table, pointer in _publish(pipeline).tables.items()}
-    for table, (change, there, _) in MOVES.items():
+    before = {str(table): state for table, state in pipeline.ledger.tables().items()}
+    for table, (change, name) in MOVES.items():
         run(source, BEFORE, table)
         for statement in change.split("; ") if not change.startswith("BEGIN") else [change]:
             source.sql(statement)
-        for name in there if table != "public.taken" else ["public.taken_old"]:
-            run(source, AFTER, name)
-    stood = {table: lake_rows(before[table].path, before[table].version) for table in MOVES}
-    pipeline.drain()  # the drain that meets the change goes through, and whatever is published before the next read is not wrong
+        run(source, AFTER, name)
+    # Its name goes to a table that is there already.
+    source.sql("DROP TABLE public.dropped; ALTER TABLE public.taller RENAME TO dropped")
+    names = {table: "public.dropped" if name == "public.taller" else name for table, (_, name) in MOVES.items()}
+    names["public.other"] = "public.one"
+    report = pipeline.drain()
     pipeline.publish()
+    _assert_same_tables(pipeline, before, names)
+    pipeline.assert_current(*names.values())
+    assert any("public.taken_old: it was public.taken before" in warning for warning in report.warnings)
+    assert [str(table) for table in snapshots.needed(pipeline.settings)] == ["public.taken"]
     converge(pipeline)
-    there = [name for _, names, _ in MOVES.values() for name in names]
-    gone = [name for _, _, names in MOVES.values() for name in names]
-    pipeline.assert_current(*there)
-    _assert_gone(pipeline, gone, lambda name: stood[name] == lake_rows(before[name].path))
-    # They are followed under their new names, and the old ones are free.
-    for name in ("public.taken", "elsewhere.moved", "public.often_3"):
-        run(source, "UPDATE {t} SET id = id + 1000 WHERE id > 5; DELETE FROM {t} WHERE id < 4", name)
+    # They are followed under their new names, and the old ones are free: tables that take them stand elsewhere in the lake.
+    for table in ("public.taken", "elsewhere.moved", "public.often_3", "public.one"):
+        run(source, "UPDATE {t} SET id = id + 1000 WHERE id > 5; DELETE FROM {t} WHERE id < 4", table)
     run(source, "CREATE TABLE {t} (w int, k text PRIMARY KEY); INSERT INTO {t} VALUES (1, 'new')", "public.often")
+    run(source, "UPDATE {t} SET v = 'last'; ALTER TABLE {t} RENAME TO last", "public.taken_old")
+    names["public.taken"] = "public.last"
     converge(pipeline)
-    pipeline.assert_current(*there, "public.often")
-    _assert_gone(pipeline, ["public.moved"], lambda name: stood[name] == lake_rows(before[name].path))
+    _assert_same_tables(pipeline, before, names)
+    pipeline.assert_current(*names.values(), "public.taken", "public.often")
+    shown = statuses.status(pipeline.settings)["tables"]
+    assert set(shown) == {*names.values(), "public.taken", "public.often"}
+    for which in ("raw_path", "current_path"):
+        assert len({table[which] for table in shown.values()}) == len(shown)
+    for table in shown.values():
+        position = ["_pgwal_commit_lsn", "_pgwal_ordinal", "_pgwal_op"]
+        assert pl.scan_delta(table["raw_path"]).select(position).collect().is_duplicated().sum() == 0
 
 
-def test_renamed_while_the_stream_is_read(source: Source, make_pipeline: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written to it under the other name is in no raw of its own, so a table that gets its name back is read again."""
-    run(source, MADE, "public.away")
+def test_renamed_while_it_is_read_and_while_the_stream_is(
+    source: Source, make_pipeline: Callable[..., Pipeline], spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for table in ("public.a", "public.b"):
+        run(source, MADE, table)
     pipeline = make_pipeline()
-    drains.bootstrap(pipeline.settings, progress=Silent())
-    pipeline.snapshot()
+    pipeline.spark = lambda: spark
+    pipeline.sync()
+    first = {state.oid: state for state in pipeline.ledger.tables().values()}
     attach = drains.attach
 
     def renamed_behind_its_back(*args: Any, **named: Any) -> Any:
         found = attach(*args, **named)
-        run(source, "ALTER TABLE public.away RENAME TO far; INSERT INTO {t} VALUES (70, 'far')", "public.far")
+        source.sql("ALTER TABLE public.a RENAME TO far")
+        run(source, AFTER, "public.far")
         return found
 
+    run(source, BEFORE, "public.a")
     monkeypatch.setattr(drains, "attach", renamed_behind_its_back)
     pipeline.drain()
     monkeypatch.setattr(drains, "attach", attach)
-    assert [(state.table.name, state.state) for state in pipeline.ledger.tables().values()] == [("away", "gone")]
-    source.sql("ALTER TABLE public.far RENAME TO away")
-    pipeline.drain()
-    assert [(state.table.name, state.state) for state in pipeline.ledger.tables().values()] == [("away", "pending")]
+    pipeline.publish()
+    pipeline.assert_current("public.far", "public.b")
+    # A table that is read again while a drain beside meets its new name is read from the start.
+    begun = snapshots._begun
+
+    def renamed_as_it_begins(*args: Any) -> TableState:
+        if source.value("SELECT to_regclass('public.b') IS NOT NULL"):
+            source.sql("ALTER TABLE public.b RENAME TO c")
+            pipeline.drain()
+        return begun(*args)
+
+    monkeypatch.setattr(snapshots, "_begun", renamed_as_it_begins)
+    snapshots.snapshot(pipeline.settings, [TableName("public", "b")], progress=Silent())
+    assert TableName("public", "b") not in pipeline.ledger.tables()
+    converge(pipeline)
+    pipeline.assert_current("public.far", "public.c")
+    states = pipeline.ledger.tables()
+    assert {state.oid: state.place for state in states.values()} == {oid: state.place for oid, state in first.items()}
+    assert states[TableName("public", "far")].generation == first[states[TableName("public", "far")].oid].generation
 
 
-def _publish(pipeline: Pipeline) -> Publish:
-    publish = pipeline.ledger.publish()
-    assert publish is not None
-    return publish
+def test_where_the_changes_of_tables_belong_that_the_ledger_does_not_know() -> None:
+    def state(name: str, oid: int, place: str | None = None, **more: Any) -> TableState:
+        return TableState(TableName("s", name), oid, more.pop("state", "ready"), kept_as=TableName("s", place or name), **more)
+
+    states = [
+        state("read", 1, generation="g"),
+        state("renamed", 2, "was", generation="g"),
+        state("joined", 3, state="pending"),
+        state("left", 4, state="gone", generation="g"),
+        state("moved", 5, "moved_5", state="pending"),
+    ]
+    places = Places.of({state.table: state for state in states})
+
+    def place(oid: int, name: str) -> str:
+        return places.find(Relation(oid, TableName("s", name), "d", ()))[0].name
+
+    # Known by their oids, whatever they are called.
+    assert [place(1, "read"), place(2, "renamed"), place(2, "was"), place(5, "x")] == ["read", "was", "was", "moved_5"]
+    # What had a name before the table that has it now, which is not read yet or has gone.
+    assert [place(9, "joined"), place(9, "left"), place(9, "moved")] == ["joined", "left", "moved_5"]
+    # What would be mixed up with another table's.
+    assert [place(9, "read"), place(9, "was"), place(9, "moved_5")] == ["read_9", "was_9", "moved_5_9"]
+    assert place(9, "new") == "new"
 
 
-def _assert_gone(pipeline: Pipeline, names: list[str], stands: Callable[[str], bool]) -> None:
-    states = {str(table): state.state for table, state in pipeline.ledger.tables().items()}
-    published = {str(table) for table in _publish(pipeline).tables}
-    for name in names:
-        assert states[name] == "gone", name
-        assert name not in published
-        assert stands(name), f"the current of {name} is not as it was"
+def _assert_same_tables(pipeline: Pipeline, before: dict[str, TableState], names: dict[str, str]) -> None:
+    """Each table stands under its present name and where it stood, with the rows that it was read with."""
+    states = {str(table): state for table, state in pipeline.ledger.tables().items()}
+    for earlier, name in names.items():
+        was, now = before[earlier], states[name]
+        assert (now.oid, now.place, now.state, now.generation) == (was.oid, was.place, "ready", was.generation), name
+    assert not {"public.moved", "public.often_2", "public.grown", "public.taller", "public.away", "public.kept"} & states.keys()
