@@ -121,7 +121,7 @@ class AssetSpecs:
                 f"Every committed change of {code_span(str(known.table))}, once, in a Delta table that is only appended to. "
                 "A partition is a window of the write-ahead log, named by its end."
             ),
-            metadata=_stored(self.lake.raw(known.table), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}),
+            metadata=_stored(self.lake.raw(known.place), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}),
         )
 
     def snapshot(self, known: KnownTable) -> dg.AssetSpec:
@@ -138,7 +138,7 @@ class AssetSpecs:
                 "goes on. Materialize it to read the table again."
             ),
             metadata=_stored(
-                self.lake.snapshot(known.table),
+                self.lake.snapshot(known.place),
                 _lake_schema(known, _CURRENT_COLUMNS[1:]),
                 {name: [source] for name in _names(known)},
             ),
@@ -160,7 +160,7 @@ class AssetSpecs:
                 "All current tables stand at one and the same position: joining them shows one state of the source."
             ),
             metadata=_stored(
-                self.lake.current(known.table),
+                self.lake.current(known.place),
                 _lake_schema(known, _CURRENT_COLUMNS),
                 {name: [raw, snapshot] for name in _names(known)},
             ),

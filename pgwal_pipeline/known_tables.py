@@ -8,8 +8,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,20 @@ class KnownColumn:
 
 @dataclass(frozen=True, slots=True)
 class KnownTable:
-    """A table that is published, or will be; `key` is empty where rows have none."""
+    """A table that is published, or will be.
+
+    `key` is empty where rows have none; `kept_as` is its place in the lake, None where that is its name.
+    """
 
     table: TableName
     columns: tuple[KnownColumn, ...]
     key: tuple[str, ...] = ()
+    kept_as: TableName | None = None
+
+    @property
+    def place(self) -> TableName:
+        """What its Delta tables are called in the lake."""
+        return self.kept_as or self.table
 
 
 def fetch(settings: Settings) -> tuple[KnownTable, ...]:
@@ -104,9 +113,13 @@ def _home() -> Path:
     return Path(os.environ.get("DAGSTER_HOME") or ".dagster").expanduser().absolute()
 
 
-def refresh(settings: Settings) -> tuple[KnownTable, ...]:
-    """Ask the source, keep the answer for when it is down, and return it. Raises as `fetch` does."""
-    tables = fetch(settings)
+def refresh(settings: Settings, places: Mapping[TableName, TableName] | None = None) -> tuple[KnownTable, ...]:
+    """Ask the source, keep the answer for when it is down, and return it. Raises as `fetch` does.
+
+    `places` is where the tables stand in the lake, which the source does not know; without them it stays as the last `refresh` left it.
+    """
+    kept = places or {known.table: known.place for known in remembered(settings)}
+    tables = tuple(replace(known, kept_as=None if (place := kept.get(known.table)) == known.table else place) for known in fetch(settings))
     path = state_path(settings)
     text = dump(tables)
     if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -132,6 +145,7 @@ def dump(tables: Iterable[KnownTable]) -> str:
             "schema": known.table.schema,
             "name": known.table.name,
             "key": list(known.key),
+            "kept_as": known.kept_as and [known.kept_as.schema, known.kept_as.name],
             "columns": [asdict(column) for column in known.columns],
         }
         for known in tables
@@ -145,6 +159,11 @@ def load(text: str) -> tuple[KnownTable, ...]:
     if state.get("format") != _FORMAT:
         raise ValueError(f"the tables' state has format {state.get('format')}, not {_FORMAT}")
     return tuple(
-        KnownTable(TableName(row["schema"], row["name"]), tuple(KnownColumn(**column) for column in row["columns"]), tuple(row["key"]))
+        KnownTable(
+            TableName(row["schema"], row["name"]),
+            tuple(KnownColumn(**column) for column in row["columns"]),
+            tuple(row["key"]),
+            TableName(*row["kept_as"]) if row.get("kept_as") else None,
+        )
         for row in state["tables"]
     )

@@ -30,7 +30,7 @@ def names(tables: tuple[KnownTable, ...]) -> list[str]:
 def test_text_and_back() -> None:
     tables = (
         KnownTable(TableName("Shop", 'or"der'), (KnownColumn("id", "bigint", "long", False), KnownColumn("ü", "text", "string")), ("id",)),
-        KnownTable(TableName("public", "bag"), (), ()),
+        KnownTable(TableName("public", "bag"), (), (), TableName("public", "sack")),
     )
     assert known_tables.load(known_tables.dump(tables)) == tables
 
@@ -74,6 +74,10 @@ def test_remembered_when_the_source_is_down(source: Source, home: Path) -> None:
     tables = known_tables.refresh(here)
     assert names(tables) == ["public.a"]
     assert known_tables.remembered(here) == tables
+    # Where they stand in the lake, which the source does not know.
+    (moved,) = known_tables.refresh(here, {TableName("public", "a"): TableName("public", "z")})
+    assert moved.place == TableName("public", "z")
+    assert known_tables.refresh(here) == known_tables.remembered(here) == (moved,)
     (kept,) = (home / "pgwal").iterdir()
     assert kept == known_tables.state_path(here)
     kept.write_text('{"format": 0, "tables": []}')

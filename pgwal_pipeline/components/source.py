@@ -148,13 +148,19 @@ def observe_slot(
 
 
 def hint_unknown(context: StepContext, source: CdcSource, tables: Iterable[TableName]) -> None:
-    """Tables that the definitions do not have are captured all the same; say so, and let the next load know them."""
+    """Tables that the definitions do not have are captured all the same; say so, and let the next load know them and where they stand."""
+    from pgwal_pipeline.lake.layout import Lake
+    from pgwal_pipeline.lake.ledger import Ledger
+
+    settings = slot_of(context, source).settings
+    places = {state.table: state.place for state in Ledger(Lake(settings.lake)).tables().values()}
     unknown = [table for table in sorted(tables) if not source.knows(table)]
-    if not unknown:
+    if unknown:
+        listed = ", ".join(map(str, unknown))
+        context.log.warning(f"Captured, but not yet among the definitions: {listed}. Reload the code location to see them as assets.")
+    if not unknown and all(places.get(known.table, known.place) == known.place for known in source.tables):
         return
-    listed = ", ".join(map(str, unknown))
-    context.log.warning(f"Captured, but not yet among the definitions: {listed}. Reload the code location to see them as assets.")
     try:
-        refresh(slot_of(context, source).settings)
+        refresh(settings, places)
     except PgwalError as error:
         context.log.warning(f"The tables' state was not refreshed: {error}")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 NAMES = AssetNames("pgwal")
 ORDERS, ODD, LATER = TableName("public", "orders"), TableName("public", "Order Lines"), TableName("public", "later")
+SALES = TableName("public", "sales")
 WINDOWS = "wal_windows"
 
 
@@ -154,6 +155,11 @@ def test_a_table_that_the_definitions_do_not_have_is_captured(location: Location
     made = materialized(location.run("drain", key))
     assert made[NAMES.raw(LATER), key]["dagster/partition_row_count"] == 2
     assert LATER in {known.table for known in remembered(location.settings)}
+    source.sql("ALTER TABLE orders RENAME TO sales; INSERT INTO sales VALUES (1, 1)")
+    key = location.target()
+    made = materialized(location.run("drain", key))
+    assert made[NAMES.raw(SALES), key]["dagster/partition_row_count"] == 1
+    assert {known.table: known.place for known in remembered(location.settings)}[SALES] == ORDERS
 
 
 def test_the_run_that_makes_the_slot(location: Location, source: Source) -> None:
