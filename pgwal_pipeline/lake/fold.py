@@ -51,7 +51,7 @@ from pgwal_pipeline.lake.columns import (
     same_types,
     text_of,
 )
-from pgwal_pipeline.lake.schema import variant
+from pgwal_pipeline.lake.schema import names_in_raw
 from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.xid import Snapshot
@@ -153,8 +153,8 @@ def steps(rows: "DataFrame", shape: Shape, types: StructType, *, after: Truncate
 
 def _typed(has: StructType, name: str, kind: DataType) -> "Column":
     """The column `name` of raw as values of `kind`: those written in another type are of rows that a snapshot in `kind` has seen."""
-    other = variant(name, kind.jsonValue())
-    holder = next((held for held in (name, other) if held in has.names and same_types(has[held].dataType, kind)), None)
+    names = names_in_raw(name, kind.jsonValue())
+    holder = next((held for held in names if held in has.names and same_types(has[held].dataType, kind)), None)
     return F.lit(None).cast(kind).alias(name) if holder is None else F.col(quote(holder)).alias(name)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -47,19 +47,26 @@ def schema_json(rows: pa.Schema) -> str:
     return Schema.from_arrow(plain_schema(rows)).to_json()
 
 
-def variant(name: str, kind: str | Mapping[str, Any]) -> str:
-    """The column that has the values of type `kind` (as Delta's log writes it) of a source column whose name has another type in raw."""
-    return f"{RESERVED}{_tag(kind)}_{name}"
+def names_in_raw(name: str, kind: str | Mapping[str, Any]) -> Iterator[str]:
+    """The columns of raw that may have the values of type `kind` (as Delta's log writes it) of the source column `name`.
+
+    The first that nothing else has is taken: of another type, or under a name that differs only in case. The last says which letters of
+    the name are capitals, so that nothing else ever has it.
+    """
+    yield name
+    yield f"{RESERVED}{_tag(kind)}_{name}"
+    capitals = sum(1 << place for place, letter in enumerate(name) if letter != letter.lower())
+    yield f"{RESERVED}x{capitals:x}_{_tag(kind)}_{name}"
 
 
 def fitted(has: Schema, rows: pa.Schema) -> pa.Schema:
     """The schema `rows` with other names for the columns that `has` has with another type: every value stays in its own type."""
-    types = {field.name.lower(): (field.name, _kind(field)) for field in has.fields}
+    known = {field.name.lower(): (field.name, _kind(field)) for field in has.fields}
     fields = []
     for number, field in enumerate(Schema.from_arrow(rows).fields):
-        known = types.get(field.name.lower())
-        name = field.name if known is None or known == (field.name, _kind(field)) else variant(field.name, _kind(field))
-        fields.append(rows.field(number).with_name(name))
+        kind = _kind(field)
+        free = (name for name in names_in_raw(field.name, kind) if known.get(name.lower(), (name, kind)) == (name, kind))
+        fields.append(rows.field(number).with_name(next(free)))
     return pa.schema(fields, rows.metadata)
 
 

@@ -168,15 +168,17 @@ def test_values_of_another_type_get_a_column_beside(lake: Lake) -> None:
         writer.add(inserts("orders", {"id": [3], "qty": [7]}))
         writer.add(inserts("orders", {"id": [4], "qty": [[1.5, None]]}))
         writer.add(inserts("orders", {"id": [5], "Qty": [8]}))
+        writer.add(inserts("orders", {"id": [6], "QTY": ["six"]}))
         writes = writer.finish()
     commit_window(lake, later, writes)
-    names = ["id", "qty", "_pgwal_string_qty", "_pgwal_list_double_qty", "_pgwal_long_Qty"]
+    names = ["id", "qty", "_pgwal_string_qty", "_pgwal_list_double_qty", "_pgwal_long_Qty", "_pgwal_x7_string_QTY"]
     assert pl.scan_delta(lake.raw(_ORDERS)).select(names).collect().sort("id").rows() == [
-        (1, 5, None, None, None),
-        (2, None, "five", None, None),
-        (3, 7, None, None, None),
-        (4, None, None, [1.5, None], None),
-        (5, None, None, None, 8),
+        (1, 5, None, None, None, None),
+        (2, None, "five", None, None, None),
+        (3, 7, None, None, None, None),
+        (4, None, None, [1.5, None], None, None),
+        (5, None, None, None, 8, None),
+        (6, None, None, None, None, "six"),
     ]
 
 

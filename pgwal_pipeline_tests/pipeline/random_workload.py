@@ -385,6 +385,29 @@ def _rename_table(work: Workload, table: Table) -> str:
     return f"{renamed}; {work._new_table(table.name, table.schema)}" if work.rng.random() < 0.5 else renamed
 
 
+def _swap_tables(work: Workload, table: Table) -> str | None:
+    others = [other for other in work.tables() if other.schema == table.schema and other.name not in (table.name, "parts")]
+    if not others:
+        return None
+    other = work.rng.choice(others)
+    work._born += 1
+    between = f"r{work._born}"
+    return (
+        f"ALTER TABLE {table.quoted} RENAME TO {between}; ALTER TABLE {other.quoted} RENAME TO {quote_ident(table.name)}; "
+        f"ALTER TABLE {table.schema}.{between} RENAME TO {quote_ident(other.name)}"
+    )
+
+
+def _lend_name(work: Workload, table: Table) -> str:
+    work._born += 1
+    away = f"r{work._born}"
+    return (
+        f"ALTER TABLE {table.quoted} RENAME TO {away}; CREATE TABLE {table.quoted} (k0 int PRIMARY KEY, v text); "
+        f"INSERT INTO {table.quoted} VALUES (1, 'other'), (2, 'other'); DROP TABLE {table.quoted}; "
+        f"ALTER TABLE {table.schema}.{away} RENAME TO {quote_ident(table.name)}"
+    )
+
+
 def _move(work: Workload, table: Table) -> str:
     return f"ALTER TABLE {table.quoted} SET SCHEMA {'other' if table.schema == 'public' else 'public'}"
 
@@ -428,6 +451,6 @@ def _enum(work: Workload, table: Table) -> str:
 
 _ALTERATIONS: tuple[Alteration, ...] = (
     _add, _add, _add_generated, _drop_column, _drop_and_add, _rename_column, _swap_columns, _retype, _retype, _key, _identity,
-    _rename_table, _move, _make_anew, _new, _new, _republish, _rewrite, _enum,
+    _rename_table, _swap_tables, _lend_name, _move, _make_anew, _new, _new, _republish, _rewrite, _enum,
 )  # fmt: skip
 _PARTITIONED: tuple[Alteration, ...] = (_leaf, _leaf, _leaf, _add, _drop_column)

@@ -28,6 +28,11 @@ CHANGES: dict[str, tuple[str, bool]] = {
     "rename": ("ALTER TABLE {t} RENAME a TO z", True),
     "rename_back": ("ALTER TABLE {t} RENAME a TO z; INSERT INTO {t} (id, z) VALUES (60, 6); ALTER TABLE {t} RENAME z TO a", True),
     "rename_case": ('ALTER TABLE {t} RENAME a TO "A"', True),
+    "cases": (
+        'ALTER TABLE {t} DROP a; ALTER TABLE {t} ADD "A" text; INSERT INTO {t} (id, "A") VALUES (60, \'A\'); '
+        "ALTER TABLE {t} DROP \"A\"; ALTER TABLE {t} ADD a text; INSERT INTO {t} (id, a) VALUES (61, 'a')",
+        True,
+    ),
     "swap": (
         "ALTER TABLE {t} ADD a2 int; UPDATE {t} SET a2 = -id; "
         "ALTER TABLE {t} RENAME a TO x; ALTER TABLE {t} RENAME a2 TO a; ALTER TABLE {t} RENAME x TO a2",
