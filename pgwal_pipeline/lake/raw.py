@@ -37,7 +37,7 @@ from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, move, new_file_name, plain_schema, plain_tables
 from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lake.records import FileWrite, TableWrite
-from pgwal_pipeline.lake.schema import changed_type, check_columns, fitted, partitioned_schema
+from pgwal_pipeline.lake.schema import changed_type, check_columns, check_old_keys, fitted, partitioned_schema
 from pgwal_pipeline.lsn import parse_window_key
 from pgwal_pipeline.relation import Relation, TableName
 
@@ -175,6 +175,7 @@ class WindowWriter:
         if place in self._refused:
             raise self._refused[place]
         try:
+            check_old_keys(changes.relation, changes.rows)
             buffer = self._buffer(changes, place, table)
         except TableError as error:
             refusal = TableError(str(place), str(error))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from deltalake import Field, Schema
 from deltalake.schema import PrimitiveType
 
@@ -34,6 +35,24 @@ def check_columns(relation: Relation) -> None:
                 str(relation.table),
                 f"Table {relation.table} cannot be followed: its column {name!r} is named like those that the lake adds ({RESERVED}…); "
                 f"rename it, or leave the table out of PGWAL_TABLES.",
+            )
+
+
+def check_old_keys(relation: Relation, rows: pa.Table) -> None:
+    """Raise TableError where an old row came without the key by which it is known; `rows` are those of raw.
+
+    The key that a replica identity promises is never null, but the old rows of a partition are written by the partition's own.
+    """
+    if relation.replica_identity not in ("d", "i") or not any(rows[name].null_count for name in relation.key):
+        return
+    old = rows.filter(pc.field("_pgwal_op").isin(["K", "D"]))
+    for name in relation.key:
+        if any(name not in dict(text or ()) for text in old.filter(pc.field(name).is_null())["_pgwal_text"].to_pylist()):
+            table = relation.table
+            raise TableError(
+                str(table),
+                f"Table {table} cannot be followed: an old row came without its key ({', '.join(relation.key)}), since the replica identity "
+                f"of its partition is another one; ALTER TABLE … REPLICA IDENTITY FULL on that partition, then `pgwal resnapshot '{table}'`.",
             )
 
 

@@ -7,7 +7,10 @@ from typing import Any
 import polars as pl
 import pytest
 
+from pgwal_pipeline.pipeline import drain as drains
+from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline.status import status
+from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
@@ -139,3 +142,31 @@ def test_a_publication_of_inserts_alone(source: Source, make_pipeline: MakePipel
     pointer = publish.tables[TableName("public", "events")]
     assert_equal(source, "public.expected", pointer.path, pointer.version)
     assert _rows(pipeline, "seen", "id", "v") == {(1, "old"): 1, (2, "new"): 1}
+
+
+def test_a_partition_whose_old_rows_lack_the_key_of_the_whole(source: Source, make_pipeline: MakePipeline) -> None:
+    """Through the root of a publication of the user's own: what such a row was cannot be known, so the table is left out and the others go on."""
+    source.sql("CREATE TABLE parts (id int PRIMARY KEY, code int NOT NULL) PARTITION BY RANGE (id)")
+    source.sql("CREATE TABLE parts_1 PARTITION OF parts FOR VALUES FROM (0) TO (100); CREATE TABLE t (at date PRIMARY KEY)")
+    source.sql("CREATE TABLE parts_2 PARTITION OF parts FOR VALUES FROM (100) TO (200)")
+    source.sql("CREATE UNIQUE INDEX codes ON parts_1 (code); ALTER TABLE parts_1 REPLICA IDENTITY USING INDEX codes")
+    source.sql("CREATE PUBLICATION theirs FOR TABLE parts, t WITH (publish_via_partition_root)")
+    pipeline = make_pipeline(publication="theirs")
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    pipeline.snapshot()
+    # A key that its column cannot hold is there nonetheless, as text.
+    source.sql("INSERT INTO t VALUES ('infinity'), ('2020-01-01'); DELETE FROM t; INSERT INTO parts VALUES (1, 10), (101, 110)")
+    source.sql("UPDATE parts SET code = 111 WHERE id = 101")
+    pipeline.drain()
+    assert {str(table): state.state for table, state in pipeline.ledger.tables().items()} == {"public.parts": "ready", "public.t": "ready"}
+    source.sql("DELETE FROM parts WHERE id = 1; INSERT INTO t VALUES ('2020-01-02')")
+    pipeline.drain()
+    states = {str(table): state for table, state in pipeline.ledger.tables().items()}
+    assert states["public.t"].state == "ready"
+    assert states["public.parts"].state == "error"
+    assert "without its key (id)" in (states["public.parts"].reason or "")
+    # The documented way out.
+    source.sql("ALTER TABLE parts_1 REPLICA IDENTITY FULL; INSERT INTO parts VALUES (2, 20); UPDATE parts SET code = 21; DELETE FROM parts")
+    snapshots.snapshot(pipeline.settings, [TableName("public", "parts")], progress=Silent())
+    pipeline.drain()
+    assert pipeline.ledger.tables()[TableName("public", "parts")].state == "ready"
