@@ -51,8 +51,8 @@ def check_old_keys(relation: Relation, rows: pa.Table) -> None:
             table = relation.table
             raise TableError(
                 str(table),
-                f"Table {table} cannot be followed: an old row came without its key ({', '.join(relation.key)}), since the replica identity "
-                f"of its partition is another one; ALTER TABLE … REPLICA IDENTITY FULL on that partition, then `pgwal resnapshot '{table}'`.",
+                f"Table {table} cannot be followed: an old row came without its key ({', '.join(relation.key)}), since its partition has "
+                f"another replica identity; ALTER TABLE … REPLICA IDENTITY FULL on the partition, then `pgwal resnapshot '{table}'`.",
             )
 
 

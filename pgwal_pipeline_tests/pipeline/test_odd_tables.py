@@ -145,7 +145,7 @@ def test_a_publication_of_inserts_alone(source: Source, make_pipeline: MakePipel
 
 
 def test_a_partition_whose_old_rows_lack_the_key_of_the_whole(source: Source, make_pipeline: MakePipeline) -> None:
-    """Through the root of a publication of the user's own: what such a row was cannot be known, so the table is left out and the others go on."""
+    """In a publication of the user's own: which row such a one was cannot be known, so the table is left out and the others go on."""
     source.sql("CREATE TABLE parts (id int PRIMARY KEY, code int NOT NULL) PARTITION BY RANGE (id)")
     source.sql("CREATE TABLE parts_1 PARTITION OF parts FOR VALUES FROM (0) TO (100); CREATE TABLE t (at date PRIMARY KEY)")
     source.sql("CREATE TABLE parts_2 PARTITION OF parts FOR VALUES FROM (100) TO (200)")
