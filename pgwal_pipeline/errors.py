@@ -72,8 +72,9 @@ class DecodeError(PgwalError):
 
 
 class TableError(PgwalError):
-    """One table cannot be followed; the others can. `table` is its quoted name."""
+    """One table cannot be followed; the others can. `table` is its quoted name, `oid` is 0 where it is not known."""
 
-    def __init__(self, table: str, message: str) -> None:
+    def __init__(self, table: str, message: str, oid: int = 0) -> None:
         super().__init__(message)
         self.table = table
+        self.oid = oid

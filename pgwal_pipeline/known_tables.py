@@ -41,6 +41,7 @@ class KnownTable:
     columns: tuple[KnownColumn, ...]
     key: tuple[str, ...] = ()
     kept_as: TableName | None = None
+    oid: int = 0
 
     @property
     def place(self) -> TableName:
@@ -63,7 +64,7 @@ def fetch(settings: Settings) -> tuple[KnownTable, ...]:
 def known(relation: Relation) -> KnownTable:
     """What the definitions keep of a table."""
     columns = tuple(KnownColumn(column.name, column.type.name, _lake_type(column.type), column.nullable) for column in relation.columns)
-    return KnownTable(relation.table, columns, relation.key)
+    return KnownTable(relation.table, columns, relation.key, oid=relation.oid)
 
 
 def _lake_type(declared: PgType) -> str:
@@ -113,13 +114,13 @@ def _home() -> Path:
     return Path(os.environ.get("DAGSTER_HOME") or ".dagster").expanduser().absolute()
 
 
-def refresh(settings: Settings, places: Mapping[TableName, TableName] | None = None) -> tuple[KnownTable, ...]:
+def refresh(settings: Settings, places: Mapping[int, TableName] | None = None) -> tuple[KnownTable, ...]:
     """Ask the source, keep the answer for when it is down, and return it. Raises as `fetch` does.
 
-    `places` is where the tables stand in the lake, which the source does not know; without them it stays as the last `refresh` left it.
+    `places` is where the tables stand in the lake, by their oids, which the source does not know. Without them each stays where the last
+    `refresh` left it.
     """
-    kept = places or {known.table: known.place for known in remembered(settings)}
-    tables = tuple(replace(known, kept_as=None if (place := kept.get(known.table)) == known.table else place) for known in fetch(settings))
+    tables = _placed(fetch(settings), places or {known.oid: known.place for known in remembered(settings)})
     path = state_path(settings)
     text = dump(tables)
     if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -128,6 +129,17 @@ def refresh(settings: Settings, places: Mapping[TableName, TableName] | None = N
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
     return tables
+
+
+def _placed(tables: Iterable[KnownTable], places: Mapping[int, TableName]) -> tuple[KnownTable, ...]:
+    from pgwal_pipeline.lake.places import free_place
+
+    found = []
+    for known in tables:
+        others = {place for oid, place in places.items() if oid != known.oid}
+        place = places.get(known.oid) or free_place(known.table, known.oid, others)
+        found.append(replace(known, kept_as=None if place == known.table else place))
+    return tuple(found)
 
 
 def remembered(settings: Settings) -> tuple[KnownTable, ...]:
@@ -146,6 +158,7 @@ def dump(tables: Iterable[KnownTable]) -> str:
             "name": known.table.name,
             "key": list(known.key),
             "kept_as": known.kept_as and [known.kept_as.schema, known.kept_as.name],
+            "oid": known.oid,
             "columns": [asdict(column) for column in known.columns],
         }
         for known in tables
@@ -164,6 +177,7 @@ def load(text: str) -> tuple[KnownTable, ...]:
             tuple(KnownColumn(**column) for column in row["columns"]),
             tuple(row["key"]),
             TableName(*row["kept_as"]) if row.get("kept_as") else None,
+            row.get("oid", 0),
         )
         for row in state["tables"]
     )

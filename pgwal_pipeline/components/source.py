@@ -153,12 +153,12 @@ def hint_unknown(context: StepContext, source: CdcSource, tables: Iterable[Table
     from pgwal_pipeline.lake.ledger import Ledger
 
     settings = slot_of(context, source).settings
-    places = {state.table: state.place for state in Ledger(Lake(settings.lake)).tables().values()}
+    places = {state.oid: state.place for state in Ledger(Lake(settings.lake)).tables().values() if state.followed}
     unknown = [table for table in sorted(tables) if not source.knows(table)]
     if unknown:
         listed = ", ".join(map(str, unknown))
         context.log.warning(f"Captured, but not yet among the definitions: {listed}. Reload the code location to see them as assets.")
-    if not unknown and all(places.get(known.table, known.place) == known.place for known in source.tables):
+    if not unknown and all(places.get(known.oid, known.place) == known.place for known in source.tables):
         return
     try:
         refresh(settings, places)

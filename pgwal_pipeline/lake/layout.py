@@ -55,6 +55,12 @@ def path_segment(name: str) -> str:
     return "-5f" + text[1:] if text.startswith("_") else text
 
 
+def _name_of(segment: str) -> str:
+    """The name that `path_segment` made a folder's name of. Raises ValueError for what it never makes."""
+    parts = re.split(r"-(..)", segment)
+    return b"".join(bytes.fromhex(part) if number % 2 else part.encode() for number, part in enumerate(parts)).decode()
+
+
 @dataclass(frozen=True, slots=True)
 class Lake:
     """A lake by its address: an absolute local path, or `s3://bucket/prefix`. Its methods give absolute paths or full URIs.
@@ -105,6 +111,17 @@ class Lake:
     def relative(self, uri: str) -> str:
         """`uri` from the lake's root, so that what is written down still holds when the lake moves; another place's stays absolute."""
         return uri.removeprefix(self.uri + "/")
+
+
+def stored(lake: Lake, layer: Layer) -> list[TableName]:
+    """The places at which a layer has tables, those included that nothing goes by any more. Raises what the storage raises."""
+
+    def folders(path: str) -> list[str]:
+        found = filesystem(lake.uri).get_file_info(pafs.FileSelector(path, allow_not_found=True))
+        return sorted(entry.base_name for entry in found if entry.type == pafs.FileType.Directory)
+
+    pairs = [(schema, name) for schema in folders(layer) for name in folders(f"{layer}/{schema}")]
+    return [TableName(_name_of(schema), _name_of(name)) for schema, name in pairs]
 
 
 def require_writable(lake: Lake) -> None:

@@ -335,11 +335,12 @@ def _require_forward(newest: Publish, publish: Publish) -> None:
             f"A publish at {format_lsn(publish.lsn)} cannot follow the one at {format_lsn(newest.lsn)} that the lake has. {_CONFLICT}"
         )
     if publish.lsn == newest.lsn:
+        versions = {pointer.path: pointer.version for pointer in newest.tables.values()}
         for table, pointer in publish.tables.items():
-            known = newest.tables.get(table)
-            if known is not None and known.version > pointer.version:
+            known = versions.get(pointer.path, 0)
+            if known > pointer.version:
                 raise LakeError(
-                    f"Table {table} is published at {format_lsn(publish.lsn)} with version {known.version} of its current already, "
+                    f"Table {table} is published at {format_lsn(publish.lsn)} with version {known} of its current already, "
                     f"and cannot be with {pointer.version}. {_CONFLICT}"
                 )
 

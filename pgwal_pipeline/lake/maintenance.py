@@ -13,7 +13,7 @@ from deltalake import DeltaTable, WriterProperties
 from deltalake.exceptions import CommitFailedError
 
 from pgwal_pipeline.lake.delta import ATTEMPTS, crowded, lake_errors, open_table
-from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.layout import Lake, stored
 from pgwal_pipeline.lake.ledger import LOGS, Ledger
 from pgwal_pipeline.lake.raw import PARTITION
 from pgwal_pipeline.lake.records import TableState, Window
@@ -49,7 +49,7 @@ def prune_raw(lake: Lake, ledger: Ledger, older_than: datetime, published_lsn: i
     if keys:
         ledger.prune_windows(keys)
     spans = [window for window in ledger.windows() if window.state == "pruned"]
-    files = sum(_drop_windows(lake, lake.raw(place), spans) for place in places(ledger)) if spans else 0
+    files = sum(_drop_windows(lake, lake.raw(place), spans) for place in places(lake)) if spans else 0
     return Pruned(tuple(keys), files)
 
 
@@ -102,10 +102,12 @@ def forget(lake: Lake, ledger: Ledger, older_than: datetime) -> int:
     ledger.forget(older_than, before)
     dropped = 0
     # In this order: a reading is in the ledger before its first row is in the snapshot.
-    present = {place: generations(lake, place) for place in places(ledger)}
-    for state in ledger.tables().values():
-        gone = present.get(state.place, set()) - ledger.generations(state.place) - {state.generation, state.reading, state.published}
-        remove_generations(lake, state.place, gone)
+    present = {place: generations(lake, place) for place in places(lake)}
+    states = ledger.tables().values()
+    named = {name for state in states for name in (state.generation, state.reading, state.published)}
+    for place, found in present.items():
+        gone = found - ledger.generations(place) - named
+        remove_generations(lake, place, gone)
         dropped += len(gone)
     return dropped
 
@@ -141,9 +143,10 @@ def _partitioned(lake: Lake, places: Iterable[TableName]) -> Iterator[tuple[str,
         yield lake.snapshot(place), GENERATION
 
 
-def places(ledger: Ledger) -> list[TableName]:
-    """Where every table stands that the pipeline has ever met."""
-    return [state.place for state in ledger.tables().values()]
+def places(lake: Lake) -> list[TableName]:
+    """Where tables stand, those included that another one of their name has followed. Raises LakeError."""
+    with lake_errors(lake.uri):
+        return sorted({*stored(lake, "raw"), *stored(lake, "snapshot")})
 
 
 def _with_small_files(table: DeltaTable, partition: str) -> list[str]:
@@ -162,7 +165,7 @@ def vacuum(lake: Lake, ledger: Ledger, readers: timedelta = _READERS, writers: t
     Raises LakeError.
     """
     logs = [lake.ledger(name) for name in LOGS]
-    data = [uri for uri, _ in _partitioned(lake, places(ledger))]
+    data = [uri for uri, _ in _partitioned(lake, places(lake))]
     removed = 0
     for uri in [*data, *logs]:
         with lake_errors(uri):

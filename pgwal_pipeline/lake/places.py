@@ -20,12 +20,12 @@ def free_place(table: TableName, oid: int, taken: Collection[TableName]) -> Tabl
 class Places:
     """Which table of the stream belongs where, as the ledger knew the tables when the stream began to be read.
 
-    `by_oid` are the tables that are known, `open_names` the places of names whose table has not been read yet, so that what another one of
-    that name left behind does it no harm; `taken` those of all others.
+    `by_oid` are places and names of the tables that are known, `left` the places of names whose table has gone, where others of that name
+    may stand; into the places and names in `taken` nobody else's rows may come.
     """
 
-    by_oid: Mapping[int, TableState] = field(default_factory=dict)
-    open_names: Mapping[TableName, TableName] = field(default_factory=dict)
+    by_oid: Mapping[int, tuple[TableName, TableName]] = field(default_factory=dict)
+    left: Mapping[TableName, TableName] = field(default_factory=dict)
     taken: Collection[TableName] = ()
 
     @classmethod
@@ -33,17 +33,16 @@ class Places:
         """The places of the tables as the ledger has them."""
         # Of two with one oid, one has gone and come back under another name.
         known = sorted((state for state in states.values() if state.oid), key=lambda state: state.followed)
-        open_names = {state.table: state.place for state in known if not (state.followed and state.is_read)}
+        earlier = {oid: (state.place, state.table) for state in known for oid in state.earlier}
         return cls(
-            by_oid={state.oid: state for state in known},
-            open_names=open_names,
-            taken=frozenset(state.place for state in known if open_names.get(state.table) != state.place or state.place != state.table),
+            by_oid=earlier | {state.oid: (state.place, state.table) for state in known},
+            left={state.table: state.place for state in known if not state.followed},
+            taken=frozenset([*(state.place for state in known), *(state.table for state in known if state.followed)]),
         )
 
     def find(self, relation: Relation) -> tuple[TableName, TableName]:
         """The place of the table that the stream shows, and what the table is called."""
-        state = self.by_oid.get(relation.oid)
-        if state is not None:
-            return state.place, state.table
-        named = self.open_names.get(relation.table)
-        return free_place(relation.table, relation.oid, self.taken) if named is None else named, relation.table
+        if relation.oid in self.by_oid:
+            return self.by_oid[relation.oid]
+        left = self.left.get(relation.table)
+        return free_place(relation.table, relation.oid, self.taken) if left is None else left, relation.table

@@ -178,7 +178,7 @@ class WindowWriter:
             check_old_keys(changes.relation, changes.rows)
             buffer = self._buffer(changes, place, table)
         except TableError as error:
-            refusal = TableError(str(place), str(error))
+            refusal = TableError(str(place), str(error), changes.relation.oid)
             self._refuse(place, refusal)
             raise refusal from None
         write = buffer.write

@@ -109,7 +109,7 @@ class TableState:
     `generation` is the snapshot in force, `reading` the one under way, `published` the one that `current` is built on. The table may be
     read once every transaction older than `joined_xid` (64 bits) has ended, and published once the frontier has passed `required_lsn`.
     `storage` is how the table was stored at the last look (JSON of `postgres.storage.Storage`), `dropped` the columns that are gone since.
-    `kept_as` is its place in the lake, None where that is its name.
+    `kept_as` is its place in the lake, None where that is its name, and `earlier` are the oids of tables that stood there before it.
     """
 
     table: TableName
@@ -126,6 +126,7 @@ class TableState:
     storage: str | None = None
     dropped: tuple[str, ...] = ()
     kept_as: TableName | None = None
+    earlier: tuple[int, ...] = ()
     at: datetime | None = None
 
     def __post_init__(self) -> None:

@@ -92,6 +92,7 @@ TABLES = pa.schema(
         ("storage", pa.string()),
         ("dropped", pa.list_(pa.string())),
         ("kept_as", pa.string()),
+        ("earlier", pa.list_(pa.int64())),
         ("at", _MOMENT),
     ]
 )
@@ -206,6 +207,7 @@ def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:
                 "table": str(state.table),
                 "key": list(state.key),
                 "dropped": list(state.dropped),
+                "earlier": list(state.earlier),
                 "kept_as": None if state.kept_as is None else str(state.kept_as),
                 "relation": None if state.relation is None else relation_to_json(state.relation),
                 "at": state.at or now,
@@ -226,6 +228,7 @@ def states(rows: pa.Table) -> list[TableState]:
                 table=TableName.parse(row["table"]),
                 key=tuple(row["key"] or ()),
                 dropped=tuple(row["dropped"] or ()),
+                earlier=tuple(row["earlier"] or ()),
                 kept_as=None if row["kept_as"] is None else TableName.parse(row["kept_as"]),
                 relation=None if row["relation"] is None else relation_from_json(row["relation"]),
             )

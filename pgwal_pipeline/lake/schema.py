@@ -69,13 +69,12 @@ def schema_json(rows: pa.Schema) -> str:
 def names_in_raw(name: str, kind: str | Mapping[str, Any]) -> Iterator[str]:
     """The columns of raw that may have the values of type `kind` (as Delta's log writes it) of the source column `name`.
 
-    The first that nothing else has is taken: of another type, or under a name that differs only in case. The last says which letters of
-    the name are capitals, so that nothing else ever has it.
+    The first that nothing else has is taken: of another type, or under a name that differs only in case. The last has the bytes of the
+    name, so that nothing else ever has it.
     """
     yield name
     yield f"{RESERVED}{_tag(kind)}_{name}"
-    capitals = sum(1 << place for place, letter in enumerate(name) if letter != letter.lower())
-    yield f"{RESERVED}x{capitals:x}_{_tag(kind)}_{name}"
+    yield f"{RESERVED}x{name.encode().hex()}_{_tag(kind)}"
 
 
 def fitted(has: Schema, rows: pa.Schema) -> pa.Schema:

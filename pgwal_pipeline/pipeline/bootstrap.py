@@ -1,13 +1,13 @@
 """What a lake and a source must agree on before anything is read: identity, publication, slot, and which tables are followed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import psycopg
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import LakeError, SlotLost
+from pgwal_pipeline.errors import FileGone, LakeError, SlotLost
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Source, Window
 from pgwal_pipeline.lsn import format_lsn, window_key
@@ -71,22 +71,19 @@ def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]
         failpoints.hit("bootstrap.after_slot")
     if frontier is None:
         ledger.append_window(_origin(settings.slot, state.confirmed_flush_lsn))
+    recovered = _completed(ledger)
     found = looks(conn, settings.publication)
-    recovered = _completed_before(ledger, found)
     for table, reason in record_tables(ledger, conn, found, published.skipped).items():
         warn(f"Table {table}: {reason}.")
     return Attached(conn.info.server_version, state, found, dict(published.skipped), recovered)
 
 
-def _completed_before(ledger: Ledger, found: Mapping[TableName, Look]) -> tuple[Window, ...]:
-    """Complete what is prepared where another table has taken a name since: raw takes the columns of the earlier one first."""
-    prepared = ledger.prepared()
-    if not prepared:
-        return ()
-    known = ledger.tables()
-    written = {TableName.parse(write.table) for window in prepared for write in window.tables}
-    anew = {table for table in written & found.keys() if table in known and known[table].oid != found[table].relation.oid}
-    return recover(ledger.lake, ledger) if anew else ()
+def _completed(ledger: Ledger) -> tuple[Window, ...]:
+    """Complete what is prepared before the tables are looked at: raw takes the columns of an earlier table of a place first."""
+    try:
+        return recover(ledger.lake, ledger)
+    except FileGone:
+        return ()  # the drain reads it again
 
 
 def require_agreement(settings: Settings, conn: Connection) -> tuple[Source | None, Source, int | None, SlotState | None]:

@@ -14,7 +14,7 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.errors import SlotBusy
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger, Read, Window
+from pgwal_pipeline.lake.ledger import Ledger, Read, TableState, Window
 from pgwal_pipeline.lake.raw import commit_window
 from pgwal_pipeline.lake.records import relation_from_json, relation_to_json
 from pgwal_pipeline.lsn import window_key
@@ -45,13 +45,13 @@ class Pass:
 class Told:
     """What the stream told of the tables besides their rows.
 
-    The tables as they were, by oid, the last definition last; the transactions (32 bits) that truncated one, by its oid; why a table could
-    not be written, by its place. The others are as `WindowRead` has them.
+    The tables as they were, by oid, the last definition last; the transactions (32 bits) that truncated one, by its oid; which
+    table could not be written, by its oid and with the reason, by its place. The others are as `WindowRead` has them.
     """
 
     relations: Mapping[int, Sequence[Relation]]
     truncated: Mapping[int, Collection[int]]
-    refused: Mapping[str, str]
+    refused: Mapping[str, tuple[int, str]]
     refilled: Collection[int] = ()
     partitions: Mapping[int, Collection[int]] = field(default_factory=dict)
     lacking: Collection[int] = ()
@@ -59,7 +59,7 @@ class Told:
     @classmethod
     def of(cls, read: WindowRead) -> "Told":
         """What reading a window found."""
-        refused = {error.table: str(error) for error in read.refused}
+        refused = {error.table: (error.oid, str(error)) for error in read.refused}
         return cls(_by_oid(read.relations), read.truncated, refused, read.refilled, read.partitions, read.lacking)
 
     @classmethod
@@ -67,7 +67,7 @@ class Told:
         """What windows that follow one another told together."""
         relations: list[Relation] = []
         truncated: dict[int, set[int]] = {}
-        refused: dict[str, str] = {}
+        refused: dict[str, tuple[int, str]] = {}
         refilled: set[int] = set()
         partitions: dict[int, set[int]] = {}
         lacking: set[int] = set()
@@ -103,7 +103,7 @@ class Told:
         return cls(
             relations,
             {int(oid): set(xids) for oid, xids in found["truncated"].items()},
-            found["refused"],
+            {place: (oid, reason) for place, (oid, reason) in found["refused"].items()},
             found.get("refilled", ()),
             {int(oid): set(oids) for oid, oids in found.get("partitions", {}).items()},
             found.get("lacking", ()),
@@ -149,15 +149,25 @@ def review(run: Pass, before: Mapping[TableName, Look], told: Told, ended: Snaps
     for table, reason in review_tables(run.ledger, before, found, streamed, next_xid(run.conn), rewrites=rewrites).items():
         run.warn(f"Table {table}: {reason}.")
     if told.refused:
-        # What the windows had of them is only in the source now.
+        unborn_xid = next_xid(run.conn)
         run.ledger.amend_tables(
             lambda known: [
-                replace(state, state="error", reason=told.refused[str(state.place)], generation=None, reading=None, published=None)
+                _refused(state, *told.refused[str(state.place)], unborn_xid)
                 for state in known.values()
-                if str(state.place) in told.refused
+                if str(state.place) in told.refused and state.followed
             ]
         )
     return found
+
+
+def _refused(state: TableState, oid: int, reason: str, unborn_xid: int) -> TableState:
+    """The state of a table of which the windows have nothing: what they had of it is only in the source now."""
+    unread = replace(state, generation=None, reading=None, published=None)
+    if oid == state.oid:
+        return replace(unread, state="error", reason=reason)
+    return replace(
+        unread, state="pending", reason=f"it is read again, for another one that stood there before: {reason}", joined_xid=unborn_xid
+    )
 
 
 def count(ledger: Ledger, windows: Sequence[Window]) -> None:

@@ -284,8 +284,9 @@ def _await_confirmation(conn: psycopg.Connection[Any], name: str, lsn: int) -> N
 
 
 def _report(window: Window, seconds: float) -> WindowReport:
-    tables = {
-        TableName.parse(write.table): TableCounts(
+    tables: dict[TableName, TableCounts] = {}
+    for write in window.tables:
+        counts = TableCounts(
             rows=write.rows,
             inserts=write.inserts,
             updates=write.updates,
@@ -293,8 +294,9 @@ def _report(window: Window, seconds: float) -> WindowReport:
             truncates=write.truncates,
             key_changes=write.key_changes,
         )
-        for write in window.tables
-    }
+        # Two tables may have had one name by then.
+        table = TableName.parse(write.table)
+        tables[table] = tables.get(table, TableCounts()) + counts
     return WindowReport(
         key=window.key,
         start_lsn=window.start_lsn,

@@ -9,6 +9,7 @@ import psycopg
 
 from pgwal_pipeline.decode.types import arrow_type, change_schema
 from pgwal_pipeline.errors import TableError
+from pgwal_pipeline.lake.delta import open_table
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, TableState
 from pgwal_pipeline.lake.places import free_place
@@ -22,6 +23,7 @@ from pgwal_pipeline.xid import Snapshot
 Connection = psycopg.Connection[Any]
 
 _GONE = "no longer published"
+_EARLIER = 8  # tables of one place whose last changes may still be in the stream
 
 
 def looks(conn: Connection, publication: str) -> dict[TableName, Look]:
@@ -40,10 +42,12 @@ def record_tables(ledger: Ledger, conn: Connection, found: Mapping[TableName, Lo
     known, changed, news = _renamed(before, found)
     joined_xid = next_xid(conn)
     fresh = [look for table, look in found.items() if _joins(known.get(table), look)]
-    places = _places_for(known, fresh)
+    places = _places_for(ledger.lake, known, fresh)
     taken = {*places.values(), *(state.place for state in known.values())}
     with ThreadPoolExecutor(8, "pgwal-bootstrap") as pool:
-        changed += pool.map(lambda look: _joined(ledger.lake, look, places[look.relation.table], joined_xid), fresh)
+        changed += pool.map(
+            lambda look: _joined(ledger.lake, look, known.get(look.relation.table), places[look.relation.table], joined_xid), fresh
+        )
     for table, look in found.items():
         state = known.get(table)
         if state is None or _joins(state, look):
@@ -56,8 +60,10 @@ def record_tables(ledger: Ledger, conn: Connection, found: Mapping[TableName, Lo
     for table, reason in skipped.items():
         state = known.get(table)
         if state is None or (state.state, state.reason) != ("skipped", reason):
-            met = TableState(table=table, oid=0, state="skipped", kept_as=free_place(table, 0, taken)) if state is None else state
-            changed.append(TableState(table=table, oid=met.oid, state="skipped", reason=reason, kept_as=met.kept_as))
+            place = free_place(table, 0, taken) if state is None else state.place
+            taken.add(place)
+            oid, earlier = (0, ()) if state is None else (state.oid, state.earlier)
+            changed.append(TableState(table=table, oid=oid, state="skipped", reason=reason, kept_as=place, earlier=earlier))
     changed += [
         replace(state, state="gone", reason=_GONE)
         for table, state in known.items()
@@ -127,13 +133,20 @@ def _renamed(
     return present, left, {str(table): f"it was {state.table} before and is followed on" for table, state in moved.items()}
 
 
-def _places_for(known: Mapping[TableName, TableState], joining: Sequence[Look]) -> dict[TableName, TableName]:
-    """Where tables that join are to stand, by their names: each where the table of its name stood before, if there was one."""
-    met = {state.table: state.place for state in known.values() if state.oid}
+def _places_for(lake: Lake, known: Mapping[TableName, TableState], joining: Sequence[Look]) -> dict[TableName, TableName]:
+    """Where tables that join are to stand, by their names: each where the table of its name stood before, if there was one.
+
+    One that was made anew between a look and the end of the stream read then has a place already: see `Places`.
+    """
     places: dict[TableName, TableName] = {}
     for relation in (look.relation for look in joining):
-        taken = {*met.values(), *places.values()}
-        places[relation.table] = met.get(relation.table) or free_place(relation.table, relation.oid, taken)
+        taken = {*places.values(), *(state.place for state in known.values() if state.table != relation.table)}
+        before = known.get(relation.table)
+        place = free_place(relation.table, relation.oid, taken)
+        if before is not None and before.oid:
+            beside = free_place(relation.table, relation.oid, {*taken, before.place, relation.table})
+            place = beside if before.oid != relation.oid and open_table(lake, lake.raw(beside)) is not None else before.place
+        places[relation.table] = place
     return places
 
 
@@ -144,9 +157,10 @@ def _joins(known: TableState | None, look: Look) -> bool:
     return known.state == "error" and known.storage is not None and Storage.from_json(known.storage).columns != look.storage.columns
 
 
-def _joined(lake: Lake, look: Look, place: TableName, joined_xid: int) -> TableState:
-    """A table that joins, with its raw table made so that readers find it before its first change."""
+def _joined(lake: Lake, look: Look, before: TableState | None, place: TableName, joined_xid: int) -> TableState:
+    """A table that joins, with its raw table made so that readers find it before its first change; `before` had its name."""
     relation = look.relation
+    earlier = (*before.earlier, before.oid) if before is not None and before.oid and before.place == place else ()
     state = TableState(
         table=relation.table,
         oid=relation.oid,
@@ -156,6 +170,7 @@ def _joined(lake: Lake, look: Look, place: TableName, joined_xid: int) -> TableS
         joined_xid=joined_xid,
         storage=look.storage.to_json(),
         kept_as=place,
+        earlier=tuple(dict.fromkeys(oid for oid in earlier if oid != relation.oid))[-_EARLIER:],
     )
     try:
         check_columns(relation)

@@ -65,7 +65,7 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
     progress.say(f"Pruned {len(pruned.keys)} windows.")
 
     started = time.perf_counter()
-    joined = lakes.compact(lake, lakes.places(ledger))
+    joined = lakes.compact(lake, lakes.places(lake))
     seconds["joined"] = time.perf_counter() - started
     started = time.perf_counter()
     removed = lakes.vacuum(lake, ledger)

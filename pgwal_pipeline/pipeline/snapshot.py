@@ -65,7 +65,6 @@ def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *,
             bootstrap(settings, progress=noted)
             states = ledger.tables()
         todo = [states[table] for table in needed(settings)] if tables is None else [_followed(states, table) for table in tables]
-        published = {table.relation.table: table for table in catalog.published_tables(conn, settings.publication)}
         watch = SlotWatch(conn, settings.slot, noted)
         waiting = time.monotonic() + settings.blocked_timeout
         reports: list[SnapshotReport] = []
@@ -73,18 +72,20 @@ def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *,
         for planned in sorted(todo, key=lambda state: state.joined_xid or 0):
             state = planned
             try:
-                if state.joined_xid is not None:
-                    copy.wait_for_transactions(conn, state.joined_xid, max(0.0, waiting - time.monotonic()), noted.warn)
-                # A drain beside may have met changes of the table since.
-                known = _at(ledger.tables(), planned.place)
-                if known is None:
+                # A drain beside may meet changes of the table at any time, and have it join anew.
+                known, waited = _at(ledger.tables(), planned.place), 0
+                while known is not None and (known.joined_xid or 0) > waited:
+                    waited = known.joined_xid or 0
+                    copy.wait_for_transactions(conn, waited, max(0.0, waiting - time.monotonic()), noted.warn)
+                    known = _at(ledger.tables(), planned.place)
+                # By their oids: no drain may have met a name's change yet.
+                published = {table.relation.oid: table for table in catalog.published_tables(conn, settings.publication)}
+                if known is None or known.oid not in published or not known.followed:
                     continue
                 state = known
-                if state.table not in published or not state.followed:
-                    continue
                 if tables is not None:
                     state = replace(state, reading=None)
-                reports.append(_TableRead(settings, conn, ledger, state, published[state.table], noted, watch).run())
+                reports.append(_TableRead(settings, conn, ledger, state, published[state.oid], noted, watch).run())
             except BlockedByTransaction as error:
                 blocked[state.table] = str(error)
             except TableError as error:
@@ -103,12 +104,12 @@ def _note(ledger: Ledger, state: TableState, error: TableError) -> None:
             return _interrupted(known, str(error))
         return replace(known, state="error", reading=None, reason=str(error))
 
-    ledger.amend_tables(lambda known: [noted(found) for found in [_at(known, state.place)] if found is not None])
+    ledger.amend_tables(lambda known: [noted(found) for found in [_at(known, state.place)] if found is not None and found.oid == state.oid])
 
 
 def _at(known: Mapping[TableName, TableState], place: TableName) -> TableState | None:
     """The table that stands at a place now, whatever a drain beside has found it to be called."""
-    return next((state for state in known.values() if state.place == place), None)
+    return next((state for state in known.values() if state.oid and state.place == place), None)
 
 
 def _interrupted(known: TableState, why: str) -> TableState:
@@ -117,7 +118,9 @@ def _interrupted(known: TableState, why: str) -> TableState:
     One of which single rows were being read again has no snapshot in force besides, and is to be read whole.
     """
     state = "pending" if known.state == "ready" and known.generation is None else known.state
-    return replace(known, state=state, reading=None, reason=known.reason or why)
+    # One that is ready and was to be read again still is: a reading without chunks is begun anew.
+    reading = uuid.uuid4().hex if state == "ready" and known.reading is not None else None
+    return replace(known, state=state, reading=reading, reason=known.reason or why)
 
 
 def _followed(states: dict[TableName, TableState], table: TableName) -> TableState:
@@ -172,7 +175,7 @@ class _TableRead:
             done += self._read(missing, writer, exported)
         # TRUNCATE and rewriting DDL are not MVCC-safe: only what was written after the last read is surely in the stream alone.
         required = max([catalog.insert_lsn(self.conn), *(chunk.insert_lsn or 0 for chunk in done)])
-        self._amend(state, lambda known: _whole(known, state, required) if known.reading == state.reading else None)
+        self._amend(state, lambda known: _whole(known, state, required) if known.followed and known.reading == state.reading else None)
         failpoints.hit("snapshot.after_table")
         return SnapshotReport(
             table=state.table,

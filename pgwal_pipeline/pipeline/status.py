@@ -52,8 +52,9 @@ def publish_due(ledger: Ledger) -> bool:
     publish = ledger.publish()
     if publish is None:
         return any(state.published is not None for state in ready)  # one that died before its record
-    if any(state.table not in publish.tables and state.published is not None for state in ready):
-        return True  # under its new name
+    places = {table: pointer.path for table, pointer in publish.tables.items()}
+    if any(places.get(state.table) != ledger.lake.current(state.place) for state in ready if state.published is not None):
+        return True  # under another name
     return any(window.changes for window in ledger.windows(publish.lsn) if window.end_lsn <= frontier)
 
 
@@ -66,7 +67,7 @@ def status(settings: Settings) -> dict[str, Any]:
     ledger = Ledger(lake)
     frontier = ledger.frontier()
     publish = ledger.publish()
-    published = publish.tables if publish is not None else {}
+    versions = {pointer.path: pointer.version for pointer in publish.tables.values()} if publish is not None else {}
     return {
         "slot": _slot(settings),
         "frontier": None if frontier is None else format_lsn(frontier),
@@ -77,9 +78,9 @@ def status(settings: Settings) -> dict[str, Any]:
                 "state": _shown(state),
                 "reason": _reason(state),
                 "raw_path": lake.raw(state.place),
-                "current_path": lake.current(state.place),
+                "current_path": (path := lake.current(state.place)),
                 "key": list(state.key) if state.relation is not None else None,
-                "rows": current.row_count(published[table].path, published[table].version) if table in published else None,
+                "rows": current.row_count(path, versions[path]) if path in versions else None,
             }
             for table, state in sorted(ledger.tables().items())
         },

@@ -168,6 +168,9 @@ def read_chunk(
         rows, size = _copy_out(conn, statement, on_rows)
         # After the read, not at its snapshot: TRUNCATE and DDL that rewrites the table are seen by it whenever they were done.
         lsn = insert_lsn(conn)
+        # Names are looked up as they are now, whatever the snapshot; until the transaction ends nothing renames what was read.
+        if conn.execute("SELECT pg_catalog.to_regclass(%s)::oid::int8", [str(relation.table)]).fetchall()[0][0] != relation.oid:
+            raise TableChanged(str(relation.table), f"Table {relation.table} was renamed or made anew while it was read; read it again.")
         conn.execute(b"COMMIT")
     except psycopg.Error as error:
         raise _read_error(error, relation, conn) from error

@@ -171,7 +171,7 @@ def test_values_of_another_type_get_a_column_beside(lake: Lake) -> None:
         writer.add(inserts("orders", {"id": [6], "QTY": ["six"]}))
         writes = writer.finish()
     commit_window(lake, later, writes)
-    names = ["id", "qty", "_pgwal_string_qty", "_pgwal_list_double_qty", "_pgwal_long_Qty", "_pgwal_x7_string_QTY"]
+    names = ["id", "qty", "_pgwal_string_qty", "_pgwal_list_double_qty", "_pgwal_long_Qty", "_pgwal_x515459_string"]
     assert pl.scan_delta(lake.raw(_ORDERS)).select(names).collect().sort("id").rows() == [
         (1, 5, None, None, None, None),
         (2, None, "five", None, None, None),

@@ -149,7 +149,7 @@ def test_where_the_changes_of_tables_belong_that_the_ledger_does_not_know() -> N
     states = [
         state("read", 1, generation="g"),
         state("renamed", 2, "was", generation="g"),
-        state("joined", 3, state="pending"),
+        state("joined", 3, state="pending", earlier=(30, 31)),
         state("left", 4, state="gone", generation="g"),
         state("moved", 5, "moved_5", state="pending"),
     ]
@@ -160,11 +160,17 @@ def test_where_the_changes_of_tables_belong_that_the_ledger_does_not_know() -> N
 
     # Known by their oids, whatever they are called.
     assert [place(1, "read"), place(2, "renamed"), place(2, "was"), place(5, "x")] == ["read", "was", "was", "moved_5"]
-    # What had a name before the table that has it now, which is not read yet or has gone.
-    assert [place(9, "joined"), place(9, "left"), place(9, "moved")] == ["joined", "left", "moved_5"]
-    # What would be mixed up with another table's.
-    assert [place(9, "read"), place(9, "was"), place(9, "moved_5")] == ["read_9", "was_9", "moved_5_9"]
-    assert place(9, "new") == "new"
+    # Those that had a name, and with it a place, before the table that has it now.
+    assert [place(30, "joined"), place(31, "x")] == ["joined", "joined"]
+    # What would be mixed up with another table's, but where that has gone.
+    assert [place(9, name) for name in ("read", "was", "joined", "moved", "moved_5")] == [
+        "read_9",
+        "was_9",
+        "joined_9",
+        "moved_9",
+        "moved_5_9",
+    ]
+    assert [place(9, "left"), place(9, "new")] == ["left", "new"]
 
 
 def _assert_same_tables(pipeline: Pipeline, before: dict[str, TableState], names: dict[str, str]) -> None:
