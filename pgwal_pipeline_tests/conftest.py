@@ -4,21 +4,21 @@
 - `postgres_matrix`, `source_matrix`: the same, once for each major version at hand (mark `matrix`).
 - `make_server(**settings)`: a server of the test's own, for tests that kill it or need other settings, as in
   `make_server(max_slot_wal_keep_size="1MB")`; `fresh_source(server)` of `support` makes a database on it.
-- `spark`: the run's Spark session, on this machine; `connect_address`: where its JVM takes Connect's clients too, which saves each of them
-  the start of a JVM; `spark_connect`: a session there.
+- `spark`: the run's Spark session, on this machine, with `-n` in one JVM for all processes; `connect_address`: where that JVM takes
+  Connect's clients too, which saves each of them the start of a JVM; `spark_connect`: a session there.
 """
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pgwal_pipeline.lake.session import spark_session
 from pgwal_pipeline.local.postgres import Installation, Postgres, default_installation, servers
-from pgwal_pipeline.local.process import free_port
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests import shared_spark
 from pgwal_pipeline_tests.support import DockerServer, Source, docker_refusal, fresh_source, start_server
 
 if TYPE_CHECKING:
@@ -123,22 +123,25 @@ def make_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
 
 
 @pytest.fixture(scope="session")
-def spark_settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """Settings under which this run's Spark is started: two cores of this machine, little memory; it serves Connect as well."""
-    lake = str(tmp_path_factory.mktemp("lake"))
-    conf = {
-        "spark.driver.memory": "2g",
-        "spark.sql.shuffle.partitions": "2",
-        "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
-        "spark.connect.grpc.binding.address": "127.0.0.1",
-        "spark.connect.grpc.binding.port": str(free_port()),
-    }
-    return Settings(lake=lake, spark_master="local[2]", spark_conf=conf)
+def _spark_place(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any] | None:
+    """Where the Spark is that the processes of this run share; None in a run of one process."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return None
+    return shared_spark.started(tmp_path_factory.getbasetemp().parent, os.getppid())
 
 
 @pytest.fixture(scope="session")
-def spark(spark_settings: Settings) -> "Iterator[SparkSession]":
+def spark_settings(tmp_path_factory: pytest.TempPathFactory, _spark_place: Mapping[str, Any] | None) -> Settings:
+    """Settings under which this run's Spark was started, but for the lake."""
+    return shared_spark.spark_settings(str(tmp_path_factory.mktemp("lake")), port=_spark_place and _spark_place["connect"])
+
+
+@pytest.fixture(scope="session")
+def spark(spark_settings: Settings, _spark_place: Mapping[str, Any] | None) -> "Iterator[SparkSession]":
     """The Spark session of this run; starting it takes seconds, so all tests share it."""
+    if _spark_place is not None:
+        yield shared_spark.attached(_spark_place)
+        return
     session = spark_session(spark_settings, app_name="pgwal-tests")
     yield session
     session.stop()
