@@ -49,11 +49,12 @@ FAULTS = (
 class Chaos:
     """One database, one lake, and rounds of faults."""
 
-    def __init__(self, server: Postgres, source: Source, pipeline: Pipeline, remote: ConnectServer, seed: int) -> None:
+    def __init__(self, server: Postgres, source: Source, pipeline: Pipeline, remote: ConnectServer | str, seed: int) -> None:
         self.server = server
         self.source = source
         self.pipeline = pipeline
         self.remote = remote
+        self.address = remote if isinstance(remote, str) else remote.address
         self.rng = random.Random(seed)
         self.faults: Counter[str] = Counter()
         self.codes: Counter[str] = Counter()
@@ -93,7 +94,7 @@ class Chaos:
         return subprocess.Popen(
             [sys.executable, "-c", RUN.format(command=command)],
             env=self.pipeline.environment(
-                PGWAL_SPARK_REMOTE=self.remote.address, PGWAL_CATCHUP_THRESHOLD="1MB", PGWAL_MEMORY_BUDGET="1MB", PGWAL_LAG_THRESHOLD="1MB"
+                PGWAL_SPARK_REMOTE=self.address, PGWAL_CATCHUP_THRESHOLD="1MB", PGWAL_MEMORY_BUDGET="1MB", PGWAL_LAG_THRESHOLD="1MB"
             ),
             cwd=Path(self.pipeline.settings.lake).parent,
             stdout=subprocess.DEVNULL,
@@ -125,6 +126,7 @@ class Chaos:
                 self.server.start()
                 self.source.close()
             case "spark":
+                assert isinstance(self.remote, ConnectServer)
                 self.remote.kill()
                 self.remote.start()
             case "source_full":
@@ -228,7 +230,12 @@ class Chaos:
 
 
 def run(
-    rounds: int, seed: int, make_server: Callable[..., Postgres], make_pipeline: Callable[..., Pipeline], remote: ConnectServer, spark: Any
+    rounds: int,
+    seed: int,
+    make_server: Callable[..., Postgres],
+    make_pipeline: Callable[..., Pipeline],
+    remote: ConnectServer | str,
+    spark: Any,
 ) -> None:
     server = make_server(max_replication_slots="20", max_wal_senders="20", logical_decoding_work_mem="64kB")
     with fresh_source(server) as source:
@@ -256,9 +263,10 @@ def remote(tmp_path: Path) -> Iterator[ConnectServer]:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_few_faults(
-    make_server: Callable[..., Postgres], make_pipeline: Callable[..., Pipeline], remote: ConnectServer, spark: Any
+    make_server: Callable[..., Postgres], make_pipeline: Callable[..., Pipeline], connect_address: str, spark: Any
 ) -> None:
-    run(3, 1, make_server, make_pipeline, remote, spark)
+    """Of the process that runs alone: it is killed, interrupted and terminated."""
+    run(3, 1, make_server, make_pipeline, connect_address, spark)
 
 
 @pytest.mark.soak

@@ -20,6 +20,7 @@ from pgwal_pipeline.errors import LakeError, PgwalError
 from pgwal_pipeline.lake.layout import storage_options
 from pgwal_pipeline.lake.session import spark_session
 from pgwal_pipeline.local.connect import ConnectServer
+from pgwal_pipeline.local.process import port_free
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline.as_of import find_publish
 from pgwal_pipeline.pipeline.doctor import examine
@@ -39,10 +40,17 @@ _TABLES = ("public.a", "public.b")
 
 @dataclass(frozen=True)
 class Place:
-    """A store that can fail, and a Spark Connect server that knows the way to it."""
+    """A store that can fail, and a Spark Connect server that knows the way to it, which the first test that needs it starts."""
 
     store: FaultyStore
-    spark: str
+    server: ConnectServer
+
+    @property
+    def spark(self) -> str:
+        """The server's address."""
+        if port_free(self.server.port):
+            self.server.start()
+        return self.server.address
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +66,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             spark_master="local[2]",
             spark_conf={"spark.driver.memory": "1g", "spark.sql.shuffle.partitions": "2"},
         )
-        with ConnectServer(settings, folder / "connect.log") as server:
-            yield Place(store, server.address)
+        server = ConnectServer(settings, folder / "connect.log")
+        yield Place(store, server)
+        server.stop()
 
 
 @pytest.fixture
 def pipeline(place: Place, source: Source, make_pipeline: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipeline]:
     """A pipeline on a lake of its own in the store, two tables with some rows before it."""
-    made = make_pipeline(lake=f"s3://lakes/{uuid.uuid4().hex}", spark_remote=place.spark)
+    made = make_pipeline(lake=f"s3://lakes/{uuid.uuid4().hex}", spark_remote=place.server.address)
     source.sql("CREATE TABLE a (id int PRIMARY KEY, v text); CREATE TABLE b (id int PRIMARY KEY, v text)")
     source.sql("INSERT INTO a SELECT i, 'a' FROM generate_series(1, 100) i; INSERT INTO b SELECT i, 'b' FROM generate_series(1, 10) i")
     monkeypatch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
-    made.spark = lambda: spark_session(made.settings)
+    made.spark = lambda: spark_session(made.settings.model_copy(update={"spark_remote": place.spark}))
     yield made
     place.store.heal()
 
