@@ -96,6 +96,7 @@ def test_the_main_job_from_nothing(source: Source, commands: Commands, request: 
     assert dropped == {"dropped": ["slot cli_test", "publication cli_test"]}
 
 
+@pytest.mark.long
 def test_a_table_that_waits_for_an_old_transaction_holds_up_no_other(
     source: Source, commands: Commands, request: pytest.FixtureRequest
 ) -> None:
@@ -194,6 +195,7 @@ def test_who_holds_up_the_slot_is_named_by_the_command_that_makes_it(source: Sou
     assert any(waiting in warning for warning in json.loads(out)["warnings"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak)])
 def test_interrupted_sync_ends_clean(
     number: signal.Signals, code: int, source: Source, commands: Commands, tmp_path: Path, request: pytest.FixtureRequest

@@ -170,6 +170,7 @@ def test_every_commit_whose_answer_is_lost(lake: Lake, faulty: FaultyStore) -> N
     _assert_whole(place, range(100, 400, 100))
 
 
+@pytest.mark.long
 def test_a_store_that_fails_for_good_is_named_and_leaves_no_hole(lake: Lake, faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Lake(f"{lake.uri}-broken")
     ledger = Ledger(place)

@@ -20,6 +20,7 @@ from pgwal_pipeline_tests.support import Source
 MakePipeline = Callable[..., Pipeline]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_truncate(source: Source, pipeline: Pipeline) -> None:
     keyed = ("around", "rolled_back", "within", "twice")
@@ -67,6 +68,7 @@ def tables_of(schema: str, names: tuple[str, ...]) -> list[str]:
     return [f"{schema}.{name}" for name in names]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_what_is_left_out_and_what_has_no_key(source: Source, make_pipeline: MakePipeline, spark: Any) -> None:
     source.sql("CREATE TABLE bare (); ALTER TABLE bare REPLICA IDENTITY FULL; INSERT INTO bare DEFAULT VALUES")

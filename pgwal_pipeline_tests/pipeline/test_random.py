@@ -142,6 +142,7 @@ def _run(make_pipeline: Callable[..., Pipeline], spark: Any, source: Source, see
     return rounds
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_random_changes_in_short(source: Source, make_pipeline: Callable[..., Pipeline], spark: Any) -> None:
     seed = int(os.environ.get("PGWAL_TEST_SEED", _QUICK_SEED))

@@ -210,6 +210,7 @@ def _array(rows: Sequence[Sequence[str | None]], place: int, dimensions: Sequenc
     return literal(dimensions, lower, [None if row < 0 else rows[row][place] for row in which])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_random_values(source: Source, pipeline: Pipeline) -> None:
     source.sql(_SETUP)

@@ -56,6 +56,7 @@ def _literal(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_keys_of_many_types(source: Source, pipeline: Pipeline) -> None:
     try:
@@ -92,6 +93,7 @@ def test_keys_of_many_types(source: Source, pipeline: Pipeline) -> None:
         assert Counter(tuple(map(exact, row)) for row in wanted) == Counter(tuple(map(exact, row)) for row in found), kind
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_names_with_anything_in_them(source: Source, pipeline: Pipeline) -> None:
     source.sql('CREATE SCHEMA "S p.a"')
@@ -110,6 +112,7 @@ def test_names_with_anything_in_them(source: Source, pipeline: Pipeline) -> None
     assert len({path.lower() for path in map(pipeline.lake.current, tables)}) == len(tables)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_kinds_of_tables(source: Source, pipeline: Pipeline) -> None:
     source.sql("CREATE TABLE parts (id int, d int, v text, PRIMARY KEY (id, d)) PARTITION BY RANGE (d)")
