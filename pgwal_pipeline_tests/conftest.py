@@ -24,8 +24,9 @@ from pgwal_pipeline_tests.support import DockerServer, Source, docker_refusal, f
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# Spark's JVMs in tests are short-lived: Java's first compiler alone takes 40 % less of the machine until they end (measured).
-_QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -XX:+UseParallelGC"
+# Spark's JVMs in tests are short-lived: Java's first compiler alone takes 40 % less of the machine until they end (measured). Room for the
+# classes from the start spares each of them collections of all that it has.
+_QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -XX:+UseParallelGC -XX:MetaspaceSize=256m"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background by a shell without job control: interrupts would be ignored here and in every child.
@@ -133,7 +134,8 @@ def _spark_place(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any] 
 @pytest.fixture(scope="session")
 def spark_settings(tmp_path_factory: pytest.TempPathFactory, _spark_place: Mapping[str, Any] | None) -> Settings:
     """Settings under which this run's Spark was started, but for the lake."""
-    return shared_spark.spark_settings(str(tmp_path_factory.mktemp("lake")), port=_spark_place and _spark_place["connect"])
+    port = None if _spark_place is None else int(_spark_place["connect"])
+    return shared_spark.spark_settings(str(tmp_path_factory.mktemp("lake")), port=port)
 
 
 @pytest.fixture(scope="session")
@@ -145,6 +147,16 @@ def spark(spark_settings: Settings, _spark_place: Mapping[str, Any] | None) -> "
     session = spark_session(spark_settings, app_name="pgwal-tests")
     yield session
     session.stop()
+
+
+@pytest.fixture
+def several_parts(spark: "SparkSession") -> Iterator[None]:
+    """While the test runs, `spark` has rows in several parts, as it has where there are many of them."""
+    for name in shared_spark.PARTS:
+        spark.conf.set(name, "2")
+    yield
+    for name, value in shared_spark.PARTS.items():
+        spark.conf.set(name, value)
 
 
 @pytest.fixture(scope="session")

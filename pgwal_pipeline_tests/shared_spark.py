@@ -24,12 +24,25 @@ from pgwal_pipeline_tests.support import wait_for
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+PARTS: Mapping[str, str] = {
+    "spark.sql.shuffle.partitions": "1",
+    "spark.sql.files.minPartitionNum": "1",
+    "spark.sql.leafNodeDefaultParallelism": "1",
+    "spark.databricks.delta.snapshotPartitions": "1",
+}
+
 
 def spark_settings(lake: str, memory: str = "2g", port: int | None = None) -> Settings:
-    """Settings under which the tests' Spark is started: two cores of this machine, little memory; it serves Connect as well."""
+    """Settings under which the tests' Spark is started: two cores of this machine, little memory; it serves Connect as well.
+
+    Rows are in one part, and plans have short texts: most of the work on a few rows is done once for each part, on each text (a sixth of
+    all is saved so, measured). The fixture `several_parts` is for tests of how rows come together.
+    """
     conf = {
         "spark.driver.memory": memory,
-        "spark.sql.shuffle.partitions": "2",
+        **PARTS,
+        "spark.sql.ui.explainMode": "simple",
+        "spark.sql.debug.maxToStringFields": "25",
         "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
         "spark.connect.grpc.binding.address": "127.0.0.1",
         "spark.connect.grpc.binding.port": str(port or free_port()),
@@ -46,7 +59,7 @@ def started(folder: Path, run: int) -> Mapping[str, Any]:
             with (folder / "spark.log").open("wb") as log:
                 command = [sys.executable, "-m", __name__, str(folder), str(run)]
                 host = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-            wait_for(lambda: said.exists() or host.poll() is not None, seconds=120, what="Spark to start")
+            wait_for(lambda: said.exists() or host.poll() is not None, seconds=300, what="Spark to start")
             assert said.exists(), (folder / "spark.log").read_text()
     return json.loads(said.read_text())
 
@@ -79,9 +92,16 @@ def _main(folder: Path, run: int) -> None:
     connect = settings.spark_conf["spark.connect.grpc.binding.port"]
     draft.write_text(json.dumps({"port": parameters.port, "secret": parameters.auth_token, "connect": connect}))
     draft.replace(folder / "spark.json")
-    while psutil.pid_exists(run):
+    while _runs(run):
         time.sleep(1)
     session.stop()
+
+
+def _runs(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,6 +21,7 @@ from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.components.projects import project
+from pgwal_pipeline_tests.shared_spark import PARTS
 from pgwal_pipeline_tests.support import Source
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def location(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "PGWAL_SOURCE_DSN": source.dsn,
         "PGWAL_LAKE": str(tmp_path / "lake"),
         "PGWAL_SPARK_MASTER": "local[2]",
+        "PGWAL_SPARK_CONF": json.dumps(PARTS),
         "PGWAL_BUSY_TIMEOUT": "1s",
     }.items():
         monkeypatch.setenv(name, value)
@@ -251,6 +254,7 @@ def test_with_no_table_known_the_jobs_do_the_same_work(
     monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PGWAL_LAKE", str(tmp_path / "lake"))
     monkeypatch.setenv("PGWAL_SPARK_MASTER", "local[2]")
+    monkeypatch.setenv("PGWAL_SPARK_CONF", json.dumps(PARTS))
     monkeypatch.setenv("PGWAL_SOURCE_DSN", source.dsn)
     with project(tmp_path, {"cdc": {}}) as definitions, dg.instance_for_test() as instance:
         source.sql("CREATE TABLE orders (id int PRIMARY KEY)")

@@ -194,6 +194,7 @@ def _bag_rows(path: Path) -> Counter[str]:
     return found
 
 
+@pytest.mark.usefixtures("several_parts")
 def test_a_bag_counts_copies(spark: "SparkSession", tmp_path: Path) -> None:
     """Of the events before 1000 the snapshot has seen the transactions 90 and 95, not 97 and 103; later ones it has not seen."""
     rng = random.Random(7)

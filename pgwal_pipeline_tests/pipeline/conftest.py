@@ -23,6 +23,7 @@ from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.oracle import assert_equal
+from pgwal_pipeline_tests.shared_spark import PARTS
 from pgwal_pipeline_tests.support import Source
 
 _PRELUDE = """
@@ -81,7 +82,7 @@ class Pipeline:
             "PGWAL_LAKE": self.settings.lake,
             "PGWAL_SLOT": self.settings.slot,
             "PGWAL_PUBLICATION": self.settings.publication,
-            "PGWAL_SPARK_CONF": json.dumps({"spark.driver.memory": "1g"}),
+            "PGWAL_SPARK_CONF": json.dumps({"spark.driver.memory": "1g", **PARTS}),
             "PGWAL_SNAPSHOT_CHUNK_ROWS": str(self.settings.snapshot_chunk_rows),
             "DAGSTER_HOME": str(Path(self.settings.lake).parent / "dagster"),
             **extra,

@@ -112,6 +112,7 @@ def _chunks(pipeline: Pipeline, table: TableName) -> tuple[Any, ...]:
     return pipeline.ledger.chunks(table, state.generation)
 
 
+@pytest.mark.usefixtures("several_parts")
 def test_a_table_without_a_key_is_read_in_ranges_under_one_snapshot(
     source: Source, make_pipeline: Callable[..., Pipeline], spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_read_that_died_reads_no_finished_chunk_again(source: Source, make_pip
     assert sum(chunk.rows for chunk in _chunks(pipeline, TableName("public", "t"))) == 5000
 
 
+@pytest.mark.long
 def test_the_stream_goes_on_while_a_table_is_read(
     source: Source, make_pipeline: Callable[..., Pipeline], spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
