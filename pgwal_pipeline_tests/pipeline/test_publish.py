@@ -99,7 +99,7 @@ def test_every_publish_is_one_transactional_state(source: Source, pipeline: Pipe
 
     def work(seed: int) -> None:
         rng, conn = random.Random(seed), source.connect()
-        while not stop.is_set():
+        while not stop.wait(rng.random() * 0.02):
             transfer(conn, rng)
 
     writers = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]

@@ -314,7 +314,7 @@ def keep_writing(source: Source, seed: int, stop: threading.Event) -> None:
                 else:
                     conn.execute("TRUNCATE t")
             conn.rollback() if rng.random() < 0.1 else conn.commit()
-            stop.wait(rng.random() * 0.01)
+            stop.wait(rng.random() * 0.02)
         except psycopg.errors.Error:
             conn.rollback()
     conn.rollback()

@@ -210,7 +210,7 @@ def test_snapshots_of_a_standby_are_exact_under_load(pair: tuple[Source, Source]
                 time.sleep(seconds)
                 conn.commit()
 
-    writers = [threading.Thread(target=write, args=[seconds]) for seconds in (0, 0, 0.01, 0.05, 0.1)]
+    writers = [threading.Thread(target=write, args=[seconds]) for seconds in (0.001, 0.005, 0.01, 0.05, 0.1)]
     for writer in writers:
         writer.start()
     try:
