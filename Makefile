@@ -23,7 +23,7 @@ demo: install ## embedded Postgres, a live workload, the pipeline and Dagster's 
 	@$(BIN)/pgwal demo
 
 test: lint ## lint, types and every test
-	@$(BIN)/python -m pytest -m 'not soak' -n 3 --dist worksteal
+	@$(BIN)/python -m pytest -m 'not soak' -n 4 --dist worksteal
 
 lint: install ## ruff and pyright
 	@$(BIN)/ruff check $(CODE)
