@@ -7,7 +7,7 @@ the same text for one value, whatever the server, the database or the role have 
 import os
 import re
 import socket
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg import conninfo, errors, pq
@@ -58,6 +58,9 @@ class _Handle(psycopg.Connection[Any]):
         return
 
 
+_Opened = TypeVar("_Opened", bound=psycopg.Connection[Any])
+
+
 def connect(dsn: str, *, application: str = "pgwal", autocommit: bool = True, **overrides: Any) -> psycopg.Connection[tuple[Any, ...]]:
     """Connect to the source for SQL, with the text output settings pinned.
 
@@ -69,10 +72,7 @@ def connect(dsn: str, *, application: str = "pgwal", autocommit: bool = True, **
     the connection down.
     """
     parameters = _parameters(dsn, application, overrides)
-    try:
-        connection = psycopg.Connection.connect(conninfo.make_conninfo("", **parameters), autocommit=True)
-    except psycopg.Error as error:
-        raise _connection_failure(error, parameters) from None
+    connection = _opened(psycopg.Connection[Any], parameters)
     try:
         connection.execute(pinned_settings(connection.info.server_version))
         connection.autocommit = autocommit
@@ -97,10 +97,7 @@ def replication_connection(dsn: str, *, application: str = "pgwal", **overrides:
     `connect` does; SourceRefused also where the role may not replicate or all walsenders are taken.
     """
     parameters = _parameters(dsn, application, overrides | {"replication": "database"})
-    try:
-        handle = _Handle.connect(conninfo.make_conninfo("", **parameters), autocommit=True)
-    except psycopg.Error as error:
-        raise _connection_failure(error, parameters) from None
+    handle = _opened(_Handle, parameters)
     try:
         handle.execute(pinned_settings(handle.info.server_version))
         if handle.info.parameter_status("server_encoding") == "SQL_ASCII":
@@ -130,7 +127,7 @@ def parse_dsn(dsn: str) -> dict[str, str]:
     """
     try:
         parameters = {name: str(value) for name, value in conninfo.conninfo_to_dict(dsn).items() if value is not None}
-    except psycopg.Error:
+    except (psycopg.Error, UnicodeError):
         raise SettingError(
             f"{_VARIABLE} cannot be read as a connection string; it takes a libpq string (host=… dbname=… user=…) or a URI "
             "(postgresql://user@host:port/database) in which special characters of the password are percent-encoded."
@@ -184,8 +181,22 @@ def _parameters(dsn: str, application: str, overrides: dict[str, Any]) -> dict[s
     return defaults | given | {name: str(value) for name, value in overrides.items()} | {"client_encoding": "UTF8"}
 
 
+def _opened(kind: type[_Opened], parameters: dict[str, str]) -> _Opened:
+    try:
+        return kind.connect(conninfo.make_conninfo("", **parameters), autocommit=True)
+    except psycopg.Error as error:
+        raise _connection_failure(error, parameters) from None
+    except UnicodeError:
+        # Raised by Python, which looks the name up: an empty part or one of more than 63 characters, or a character that no name has.
+        raise SettingError(_unusable(" (its host cannot be a host's name)")) from None
+
+
+def _unusable(about: str) -> str:
+    return f"{_VARIABLE} or libpq's own variables hold something libpq cannot use{about}; correct it."
+
+
 def _describe(parameters: dict[str, str]) -> str:
-    filled = {option.keyword.decode(): option.val.decode() for option in pq.Conninfo.get_defaults() if option.val is not None} | parameters
+    filled = {option.keyword.decode(): _text(option.val) for option in pq.Conninfo.get_defaults() if option.val is not None} | parameters
     if "service" in filled and not {"host", "hostaddr"} & filled.keys():
         return f"service {filled['service']}"
     host = filled.get("host") or filled.get("hostaddr") or "localhost"
@@ -283,7 +294,7 @@ def _connection_failure(error: psycopg.Error, parameters: dict[str, str]) -> Pgw
             about = " (its service is not in the service file)"
         elif "file" in match[0]:
             about = f" ({_FILES[match[0]]})"
-        return SettingError(f"{_VARIABLE} or libpq's own variables hold something libpq cannot use{about}; correct it.")
+        return SettingError(_unusable(about))
     fatal = re.search(r"(?:FATAL|ERROR):\s+([^\n]+)", text)
     said = _one_line(fatal[1]) if fatal else _last_reason(text)
     password = parameters.get("password") or os.environ.get("PGPASSWORD")
@@ -318,4 +329,9 @@ def _last_reason(text: str) -> str:
 
 def _fill(keyword: str) -> str:
     defaults = {option.keyword: option.val for option in pq.Conninfo.get_defaults()}
-    return (defaults.get(keyword.encode()) or defaults.get(b"user") or b"").decode()
+    return _text(defaults.get(keyword.encode()) or defaults.get(b"user") or b"")
+
+
+def _text(octets: bytes) -> str:
+    """What a variable of libpq's holds; it need not be UTF-8."""
+    return octets.decode(errors="replace")

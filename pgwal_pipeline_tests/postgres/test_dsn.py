@@ -197,6 +197,10 @@ def test_a_host_that_does_not_answer_is_given_up() -> None:
         f"host=127.0.0.1 keepalives={SECRET}",
         f"service={SECRET}",
         f"host=a,b,c port=1,2 password={SECRET}",
+        f"host=a..{SECRET}",
+        f"host={'a' * 64} password={SECRET}",
+        f"postgresql://alice@right\u202eleft.example/{SECRET}",
+        f"host=127.0.0.1 password={SECRET}\udcff",
     ],
 )
 def test_a_dsn_that_cannot_be_used_names_the_setting(text: str) -> None:
@@ -214,6 +218,8 @@ def test_describe_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGHOST", "elsewhere")
     monkeypatch.setenv("PGPASSWORD", SECRET)
     assert dsn.describe_dsn("user=bob dbname=x") == "bob@elsewhere:5432/x"
+    monkeypatch.setenv("PGUSER", "b\udcf6b")
+    assert dsn.describe_dsn("dbname=x") == "b\ufffdb@elsewhere:5432/x"
 
 
 def test_errors_in_mid_work(source: Source) -> None:
