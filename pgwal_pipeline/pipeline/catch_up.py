@@ -121,7 +121,7 @@ def carry_out(run: Pass, plan: Plan, before: Mapping[TableName, Look]) -> tuple[
     found = review(run, before, Told.joined(Told.from_json(read.streamed) for read in reads), Snapshot.parse(plan.ended))
     count(run.ledger, windows)
     failpoints.hit("drain.before_confirm")
-    copies.settle(run.conn, run.settings.slot, plan.ends[-1])
+    copies.settle(run.conn, run.settings.dsn, run.settings.slot, plan.ends[-1], warn=run.warn)
     failpoints.hit("drain.after_confirm")
     return tuple(windows), found
 

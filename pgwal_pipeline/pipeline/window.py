@@ -22,13 +22,12 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lake.raw import TableWrite, WindowWriter
 from pgwal_pipeline.lsn import window_key
+from pgwal_pipeline.postgres.standbys import HeldBack
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.relation import Relation
 
 _IDLE = 0.25  # seconds the reader waits for the server before it looks round
-_HELD_LOOK = 5.0  # seconds without getting any further before it is looked whether standbys hold the stream back
-_HELD = 60.0  # the same, after which a stream that is held back is given up
 
 
 class StreamBroke(SourceUnavailable):
@@ -253,7 +252,7 @@ def read_window(
     consumer.start()
     broken: SourceUnavailable | None = None
     try:
-        held = _Held(stream, progress)
+        held = HeldBack(stream.dsn, stream.slot, progress.warn)
         _pump(
             stream,
             consumer,
@@ -279,35 +278,7 @@ def read_window(
     return read
 
 
-class _Held:
-    """Notices a server that sends nothing because standbys have not confirmed what it would send, however often it says that it lives."""
-
-    def __init__(self, stream: ReplicationStream, progress: Progress) -> None:
-        self._stream = stream
-        self._progress = progress
-        self.moved()
-
-    def moved(self) -> None:
-        """The stream got further."""
-        self._since = self._looked = time.monotonic()
-
-    def stands(self) -> None:
-        """It did not. Raises SourceUnavailable when it has been held back for too long."""
-        now = time.monotonic()
-        if now - self._looked < _HELD_LOOK:
-            return
-        first, self._looked = self._looked == self._since, now
-        standbys = self._stream.held_back()
-        if standbys is None:
-            return
-        why = f"The source sends nothing until the standbys of synchronized_standby_slots ({standbys}) have confirmed it, which they do not"
-        if now - self._since > _HELD:
-            raise SourceUnavailable(f"{why}: bring them back, or take them out of synchronized_standby_slots, and run it again.")
-        if first:
-            self._progress.warn(f"{why}; waiting for {_HELD:.0f} s.")
-
-
-def _pump(stream: ReplicationStream, consumer: _Consumer, feed_bytes: int, held: _Held, report: Callable[[int], None]) -> None:
+def _pump(stream: ReplicationStream, consumer: _Consumer, feed_bytes: int, held: HeldBack, report: Callable[[int], None]) -> None:
     """Hand over what the stream brings until the consumer has seen the window's end; `report` is told how far the server has read."""
     reported = -1
     while not consumer.ended.is_set():

@@ -1,13 +1,20 @@
 """One command on a bare libpq connection, awaited in a way that can be bounded, watched and interrupted."""
 
 import select
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
+import psycopg
 from psycopg import errors
 from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGconn, PGresult
 
-from pgwal_pipeline.errors import SourceUnavailable
+from pgwal_pipeline.errors import PgwalError, SourceUnavailable
+
+CANCEL_TIMEOUT = 10.0
+"""Seconds for a cancelled command to end."""
 
 _COPYING = (ExecStatus.COPY_BOTH, ExecStatus.COPY_IN, ExecStatus.COPY_OUT)
 _FAILED = (ExecStatus.FATAL_ERROR, ExecStatus.BAD_RESPONSE, ExecStatus.NONFATAL_ERROR)
@@ -39,6 +46,22 @@ def result_of(pgconn: PGconn, *, on_wait: Callable[[], None] | None = None, ever
     if result.status in _FAILED:
         raise errors.error_from_result(result)
     return result
+
+
+def cancel(pgconn: PGconn, watching: psycopg.Connection[Any]) -> None:
+    """End the command that runs on `pgconn`, by `watching`, which is connected to the same server; after 10 s its session with it.
+
+    The command may still succeed at the last moment. A server that cannot be reached any more is no error.
+    """
+    deadline = time.monotonic() + CANCEL_TIMEOUT
+
+    def insist() -> None:
+        if time.monotonic() > deadline:
+            watching.execute("SELECT pg_catalog.pg_terminate_backend(%s)", [pgconn.backend_pid])
+
+    with suppress(psycopg.Error, PgwalError):
+        watching.execute("SELECT pg_catalog.pg_cancel_backend(%s)", [pgconn.backend_pid])
+        result_of(pgconn, on_wait=insist)
 
 
 def _await_answer(pgconn: PGconn, on_wait: Callable[[], None] | None, every: float) -> None:

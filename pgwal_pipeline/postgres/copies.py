@@ -7,7 +7,7 @@ left behind and none has to be told from somebody else's.
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 import psycopg
@@ -16,9 +16,10 @@ from psycopg.pq.abc import PGconn
 
 from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.lsn import format_lsn
-from pgwal_pipeline.postgres.command import run
+from pgwal_pipeline.postgres.command import cancel, run
 from pgwal_pipeline.postgres.dsn import connect, replication_connection, translate
 from pgwal_pipeline.postgres.slot_state import Connection, existing, explain, first_row, refusal
+from pgwal_pipeline.postgres.standbys import HeldBack
 from pgwal_pipeline.postgres.stream import ReplicationStream
 
 _LET_GO = 10.0  # seconds for a walsender that has just ended to let go of its slot
@@ -101,16 +102,21 @@ class SlotCopy:
         self._pgconn.finish()
 
 
-def settle(conn: Connection, slot: str, lsn: int) -> None:
+def settle(conn: Connection, dsn: str, slot: str, lsn: int, *, warn: Callable[[str], None]) -> None:
     """Confirm the slot up to `lsn`, where it has not read to itself, and have it let go of the WAL before.
 
-    Raises what `slot_state.refusal` makes of an error: SlotBusy while it is read, SlotLost.
+    Standbys that hold the slot back are named through `warn` after 5 s, and waited for no longer than 60 s: SourceUnavailable. Raises
+    otherwise what `slot_state.refusal` makes of an error: SlotBusy while it is read, SlotLost.
     """
     existing(conn, slot)
+    with suppress(psycopg.Error):
+        # Should this process die while the server waits for standbys, the server is to let go of the slot by itself.
+        conn.execute("SET client_connection_check_interval = '2s'")
+    held = HeldBack(dsn, slot, warn)
     deadline = time.monotonic() + _LET_GO
     while True:
         try:
-            _advance(lambda command: conn.execute(command.encode()), slot, lsn)
+            _advance(lambda command: _watched(conn, dsn, command, held), slot, lsn)
         except errors.ObjectInUse as error:
             if time.monotonic() > deadline:
                 raise refusal(conn, slot, error) from error
@@ -119,6 +125,18 @@ def settle(conn: Connection, slot: str, lsn: int) -> None:
             raise refusal(conn, slot, error) from error
         else:
             return
+
+
+def _watched(conn: Connection, dsn: str, command: str, held: HeldBack) -> None:
+    """Run `command`, cancelled on the server before an exception passes that does not come from there."""
+    try:
+        run(conn.pgconn, command, on_wait=held.stands)
+    except psycopg.Error:
+        raise
+    except BaseException:
+        with suppress(PgwalError), closing(connect(dsn)) as watching:
+            cancel(conn.pgconn, watching)
+        raise
 
 
 def _advance(execute: Callable[[str], object], name: str, lsn: int) -> None:

@@ -13,7 +13,7 @@ from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.errors import BlockedByTransaction, PgwalError, SlotBusy
 from pgwal_pipeline.lsn import parse_lsn
 from pgwal_pipeline.postgres import blockers
-from pgwal_pipeline.postgres.command import result_of, run
+from pgwal_pipeline.postgres.command import CANCEL_TIMEOUT, cancel, run
 from pgwal_pipeline.postgres.dsn import connect, replication_connection, translate
 from pgwal_pipeline.postgres.slot_state import (
     PLUGIN,
@@ -48,7 +48,6 @@ __all__ = [
 
 _WARN_AFTER = 5.0  # seconds of waiting before those who are waited for are named
 _LOOK_EVERY = 1.0  # seconds between two looks at them
-_CANCEL_TIMEOUT = 10.0  # seconds for a cancelled command to end
 _LONGEST_TIMEOUT = 2**31 - 1  # milliseconds that the server takes as a time-out
 
 
@@ -67,7 +66,7 @@ def create(dsn: str, name: str, *, blocked_timeout: float, warn: Callable[[str],
             # Should this process die, the server is to give up by itself.
             with suppress(psycopg.Error):
                 making.execute("SET client_connection_check_interval = '2s'")
-            milliseconds = (blocked_timeout + 2 * _CANCEL_TIMEOUT) * 1000
+            milliseconds = (blocked_timeout + 2 * CANCEL_TIMEOUT) * 1000
             making.execute(f"SET statement_timeout = {int(milliseconds) if milliseconds <= _LONGEST_TIMEOUT else 0}".encode())
             command = (
                 f"SELECT pg_catalog.pg_create_logical_replication_slot('{name}', '{PLUGIN}', false, false{', true' if failover else ''})"
@@ -186,21 +185,8 @@ def _make(pgconn: PGconn, command: str, watching: Connection, name: str, timeout
     except psycopg.Error:
         raise
     except BaseException:
-        _cancel(pgconn, watching)
+        cancel(pgconn, watching)
         raise
-
-
-def _cancel(pgconn: PGconn, watching: Connection) -> None:
-    deadline = time.monotonic() + _CANCEL_TIMEOUT
-
-    def insist() -> None:
-        if time.monotonic() > deadline:
-            watching.execute("SELECT pg_catalog.pg_terminate_backend(%s)", [pgconn.backend_pid])
-
-    # The command may still succeed at the last moment; the caller looks for the slot.
-    with suppress(psycopg.Error, PgwalError):
-        watching.execute("SELECT pg_catalog.pg_cancel_backend(%s)", [pgconn.backend_pid])
-        result_of(pgconn, on_wait=insist)
 
 
 class _Watch:

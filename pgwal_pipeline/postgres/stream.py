@@ -53,14 +53,17 @@ class ReplicationStream:
     Owned by one thread: libpq's connection takes one call at a time.
     """
 
+    dsn: str
+    slot: str
+    """The slot that is read, and the source's DSN."""
     silence_limit: float
     """Seconds without any message, though answers were asked for, after which the walsender's state is looked up on another connection."""
 
     def __init__(self, pgconn: PGconn, *, dsn: str, slot: str, publication: str, sender_timeout: float) -> None:
         """`pgconn` is in COPY_BOTH already; `sender_timeout` is the server's wal_sender_timeout in seconds, 0 where it has none."""
         self._pgconn = pgconn
-        self._dsn = dsn
-        self._slot = slot
+        self.dsn = dsn
+        self.slot = slot
         self._publication = publication
         self._interval = min(_LONGEST_INTERVAL, sender_timeout / 3) if sender_timeout else _LONGEST_INTERVAL
         self.silence_limit = max(_LEAST_SILENCE, 2 * sender_timeout)
@@ -200,20 +203,6 @@ class ReplicationStream:
         if self._looked >= self._due:
             self._tell(ask=False)
 
-    def held_back(self) -> str | None:
-        """The server's synchronized_standby_slots, where it holds this stream back until the standbys of those have what it would send.
-
-        Asked over another connection. None where it does not; from 17 on a failover slot is held back so. Raises SourceUnavailable.
-        """
-        with closing(connect(self._dsn)) as conn:
-            row = conn.execute(
-                "SELECT current_setting('synchronized_standby_slots', true) FROM pg_catalog.pg_replication_slots s "
-                "JOIN pg_catalog.pg_stat_activity a ON a.pid = s.active_pid "
-                "WHERE s.slot_name = %s AND a.wait_event = 'WaitForStandbyConfirmation'",
-                [self._slot],
-            ).fetchone()
-        return None if row is None else str(row[0])
-
     def close(self) -> None:
         """End the connection at once, whatever is under way; twice is once."""
         self._pgconn.finish()
@@ -274,7 +263,7 @@ class ReplicationStream:
     def _missing_publication(self) -> PgwalError:
         return self._fail(
             PublicationMissing(
-                f"Publication {self._publication} is missing at a point of the WAL that slot {self._slot} has still to read: it "
+                f"Publication {self._publication} is missing at a point of the WAL that slot {self.slot} has still to read: it "
                 f"was dropped, or made after the slot, and the changes there are in no stream. Run `pgwal resnapshot --all` to read every "
                 f"table again."
             )
@@ -292,12 +281,12 @@ class ReplicationStream:
         if error is None:
             return self._fail(
                 SourceUnavailable(
-                    f"The source ended the stream of slot {self._slot}, as it does when it shuts down; run it again when it is back."
+                    f"The source ended the stream of slot {self.slot}, as it does when it shuts down; run it again when it is back."
                 )
             )
         if error.sqlstate == "42704":
             return self._missing_publication()
-        return self._fail(translate(error, f"reading slot {self._slot}"))
+        return self._fail(translate(error, f"reading slot {self.slot}"))
 
     def _fail(self, failure: PgwalError) -> PgwalError:
         self._failure = self._failure or failure
@@ -310,17 +299,17 @@ class ReplicationStream:
         if self._asked <= self._heard:
             self._report(ask=True)
             return
-        with closing(connect(self._dsn)) as conn:
+        with closing(connect(self.dsn)) as conn:
             row = conn.execute(
                 "SELECT a.wait_event_type FROM pg_catalog.pg_replication_slots s "
                 "JOIN pg_catalog.pg_stat_activity a ON a.pid = s.active_pid WHERE s.slot_name = %s",
-                [self._slot],
+                [self.slot],
             ).fetchone()
         # One that waits for its client, or for WAL, would have answered; perhaps it just has.
         if (row is None or row[0] in ("Activity", "Client")) and not self._poll.poll(0):
             raise self._fail(
                 SourceUnavailable(
-                    f"The stream of slot {self._slot} brought nothing for {self.silence_limit:.0f} s though answers were asked for: its "
+                    f"The stream of slot {self.slot} brought nothing for {self.silence_limit:.0f} s though answers were asked for: its "
                     f"connection is dead. Run it again, and look at what stands between this machine and the source."
                 )
             )

@@ -217,33 +217,6 @@ def test_a_failover_with_the_slot_goes_on_without_what_never_was(
             assert ids_in_raw(after) == list(range(1, 5001))
 
 
-def test_a_source_that_waits_for_a_standby_that_is_away(
-    make_server: Callable[..., Postgres], make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The walsender answers all the time, and sends nothing: that is said, and given up in the end; later it goes on."""
-    monkeypatch.setattr(windows, "_HELD_LOOK", 0.5)
-    monkeypatch.setattr(windows, "_HELD", 2.0)
-    monkeypatch.setattr(drains, "_PATIENCE", 1.0)
-    server = make_server(synchronized_standby_slots="standby_1")
-    with fresh_source(server) as source:
-        source.sql("CREATE TABLE t (id int PRIMARY KEY)")
-        source.sql("SELECT pg_create_physical_replication_slot('standby_1', true)")
-        pipeline = make_pipeline(source_dsn=source.dsn)
-        pipeline.source = source
-        drains.bootstrap(pipeline.settings, progress=Silent())
-        assert source.value("SELECT failover FROM pg_replication_slots WHERE slot_name = %s", pipeline.settings.slot)
-        source.sql("INSERT INTO t VALUES (1)")
-        with pytest.raises(SourceUnavailable, match=r"synchronized_standby_slots \(standby_1\)"):
-            pipeline.drain()
-        source.sql("ALTER SYSTEM SET synchronized_standby_slots = ''")
-        source.sql("SELECT pg_reload_conf()")
-        server.settings.pop("synchronized_standby_slots")
-        server.restart()
-        source.close()
-        pipeline.drain()
-        assert ids_in_raw(pipeline) == [1]
-
-
 def test_a_table_that_goes_while_it_is_read_asks_for_no_snapshot(source: Source, make_pipeline: MakePipeline) -> None:
     pipeline = make_pipeline()
     source.sql("CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1); CREATE TABLE other (id int PRIMARY KEY)")

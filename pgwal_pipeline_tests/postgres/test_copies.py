@@ -1,14 +1,16 @@
 """Copies of the slot against real servers: they give what the slot gives from a position on, and go with their session."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pgwal_pipeline.errors import SlotBusy, SlotLost, SourceRefused
+from pgwal_pipeline.errors import SlotBusy, SlotLost, SourceRefused, SourceUnavailable
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.lsn import parse_lsn
-from pgwal_pipeline.postgres import catalog, copies, slot
+from pgwal_pipeline.postgres import catalog, copies, slot, standbys
 from pgwal_pipeline.postgres.copies import Room, SlotCopy
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import HEADER_BYTES, ReplicationStream
@@ -82,16 +84,16 @@ def test_settling_confirms_the_slot_and_lets_go_of_the_wal(source_matrix: Source
     source.sql("INSERT INTO t VALUES (1000)")
     before = standing(source, name)
     with connect(source.dsn) as conn:
-        copies.settle(conn, name, end)
+        copies.settle(conn, source.dsn, name, end, warn=print)
         restart, confirmed = standing(source, name)
         assert confirmed == end
         assert end - restart < (end - before[0]) // 2
-        copies.settle(conn, name, end)
+        copies.settle(conn, source.dsn, name, end, warn=print)
         version = conn.info.server_version
         with ReplicationStream.open(source.dsn, name, "p", end, server_version=version) as stream:
             assert inserts(stream, flushed(source)) == 1
         with pytest.raises(SlotLost):
-            copies.settle(conn, "missing", end)
+            copies.settle(conn, source.dsn, "missing", end, warn=print)
 
 
 def test_a_slot_that_is_read_cannot_be_settled(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +102,49 @@ def test_a_slot_that_is_read_cannot_be_settled(source: Source, monkeypatch: pyte
     with connect(source.dsn) as conn, ReplicationStream.open(source.dsn, name, "p", 0, server_version=conn.info.server_version):
         end = flushed(source)
         with pytest.raises(SlotBusy, match=name):
-            copies.settle(conn, name, end)
+            copies.settle(conn, source.dsn, name, end, warn=print)
+
+
+_SETTLE = """
+import sys
+from pgwal_pipeline.postgres import copies
+from pgwal_pipeline.postgres.dsn import connect
+with connect(sys.argv[1]) as conn:
+    copies.settle(conn, sys.argv[1], sys.argv[2], int(sys.argv[3]), warn=print)
+"""
+
+
+def test_settling_waits_for_a_standby_that_is_away_no_longer_than_it_should(
+    make_server: Callable[..., Postgres], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standbys, "_LOOK", 0.3)
+    monkeypatch.setattr(standbys, "_HELD", 1.0)
+    with fresh_source(make_server(synchronized_standby_slots="standby_1, standby_2")) as source:
+        name = make(source)
+        source.sql("SELECT pg_create_physical_replication_slot('standby_2', true)")
+        source.sql("INSERT INTO t VALUES (1)")
+        end, before, warnings = flushed(source), standing(source, name), []
+        waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'WaitForStandbyConfirmation'"
+        with connect(source.dsn) as conn:
+            with pytest.raises(SourceUnavailable, match=r"\(standby_1, standby_2\) have .*: bring them back, or take them out of"):
+                copies.settle(conn, source.dsn, name, end, warn=warnings.append)
+            assert len(warnings) == 1
+            assert f"slot {name}" in warnings[0]
+            # The server waits no longer either, and the connection is good for more.
+            assert conn.execute(waiting).fetchone() == (0,)
+            assert standing(source, name) == before
+        with subprocess.Popen([sys.executable, "-c", _SETTLE, source.dsn, name, str(end)]) as killed:
+            wait_for(lambda: source.value(waiting), what="the child to wait")
+            killed.kill()
+        wait_for(lambda: not source.value("SELECT active FROM pg_replication_slots WHERE slot_name = %s", name), what="the slot to be free")
+        source.sql("SELECT pg_create_physical_replication_slot('standby_1', true)")
+        source.sql(
+            "SELECT pg_replication_slot_advance(name, pg_current_wal_flush_lsn()) FROM unnest('{standby_1, standby_2}'::text[]) name"
+        )
+        with connect(source.dsn) as conn:
+            copies.settle(conn, source.dsn, name, end, warn=warnings.append)
+        assert standing(source, name)[1] == end
+        assert len(warnings) == 1
 
 
 def test_room_and_its_end(make_server: Callable[..., Postgres]) -> None:
@@ -135,7 +179,7 @@ def test_on_a_standby(make_server: Callable[..., Postgres], tmp_path: Path) -> N
             copy = SlotCopy.make(standby.dsn, "followed")
             with copy.stream("p", ends[1], server_version=conn.info.server_version) as stream:
                 assert inserts(stream, ends[-1]) == 200
-            copies.settle(conn, "followed", ends[-1])
+            copies.settle(conn, standby.dsn, "followed", ends[-1], warn=print)
             assert standing(standby, "followed")[1] == ends[-1]
             slot.drop(conn, "followed")
 

@@ -116,7 +116,8 @@ def test_the_newest_protocol_that_a_server_speaks_is_asked_for() -> None:
     )
 
 
-def test_a_read_ends_at_its_bounds(source: Source) -> None:
+def test_a_read_ends_at_its_bounds(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pgwal_pipeline.postgres.stream._LINGER", 60.0)  # a busy server's pauses are no bound here
     name = prepare(source)
     source.sql("insert into item select n, repeat('x', 1000) from generate_series(1, 30000) n")
     end = flushed(source)
@@ -125,6 +126,7 @@ def test_a_read_ends_at_its_bounds(source: Source) -> None:
         assert 10_000 <= sum(map(len, small)) < 12_000
         large = stream.read(1 << 30, 120)
         assert len(large) == 20_000
+        monkeypatch.undo()
         rest = read_until(stream, end)
         assert kinds(small + large + rest).count("I") == 30_000
         started = time.monotonic()
@@ -350,7 +352,7 @@ def test_a_connection_that_died_without_a_word(source: Source) -> None:
         read_until(stream, flushed(source))
         stream.silence_limit = 1.0
         # Another connection gets through: it is this one that is dead.
-        stream._dsn = source.dsn
+        stream.dsn = source.dsn
         proxy.passing.clear()
         started = time.monotonic()
         with pytest.raises(SourceUnavailable, match="connection is dead"):
