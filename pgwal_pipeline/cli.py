@@ -37,7 +37,11 @@ def main() -> None:
     """
     from dotenv import load_dotenv
 
-    load_dotenv(".env")
+    try:
+        load_dotenv(".env")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8" if isinstance(error, UnicodeError) else error
+        _fail(f"The file .env in the working directory cannot be read ({reason}); it takes lines such as PGWAL_SLOT=pgwal.", 2)
 
 
 def _command(function: Callable[..., Any], clean_seconds: float | None = None) -> Callable[..., Any]:

@@ -174,6 +174,11 @@ class Settings(BaseModel):
         values: dict[str, Any] = {
             name: environment[PREFIX + name.upper()] for name in cls.model_fields if environment.get(PREFIX + name.upper(), "") != ""
         }
+        for name, value in values.items():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise SettingError(f"{PREFIX}{name.upper()} holds bytes that are not UTF-8; write it in UTF-8.") from None
         try:
             return cls(**(values | overrides))
         except ValidationError as error:

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from pgwal_pipeline.cli import main
 from pgwal_pipeline.errors import SettingError
 from pgwal_pipeline.pipeline.doctor import examine
 from pgwal_pipeline.settings import Settings
@@ -70,3 +72,18 @@ def test_what_may_be_a_secret_is_not_repeated(name: str, value: str) -> None:
 
 def test_a_wrong_value_that_is_no_secret_is_shown() -> None:
     assert refused("PGWAL_LAG_THRESHOLD", "many") == "PGWAL_LAG_THRESHOLD is 'many', but it takes a size such as 16MB."
+
+
+@pytest.mark.parametrize("name", ["PGWAL_LAKE", "PGWAL_SOURCE_DSN", "PGWAL_TABLES", "PGWAL_SPARK_CONF"])
+def test_bytes_that_are_no_text(name: str) -> None:
+    assert refused(name, f"s3://a.b/{SECRET}\udcff") == f"{name} holds bytes that are not UTF-8; write it in UTF-8."
+
+
+@pytest.mark.parametrize("octets", [b"PGWAL_SLOT=\xff\xfe", b"PGWAL_SLOT=a\0b"])
+def test_a_file_of_settings_that_cannot_be_read(octets: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".env").write_bytes(octets)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["status"])
+    assert done.exit_code == 2
+    assert done.output.startswith("pgwal: The file .env in the working directory cannot be read (")
+    assert done.output.count("\n") == 1
