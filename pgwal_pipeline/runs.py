@@ -7,12 +7,14 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
 import dagster as dg
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from yaml import YAMLError
 
 from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import REPORT
@@ -200,7 +202,7 @@ class _Prepare(Protocol):
 @contextmanager
 def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap) -> Iterator[_Runner]:
     """The code location's jobs, loaded after `prepare` has given the source all it needs, so that they know every table."""
-    dagster_home()
+    home = dagster_home()
     logging.getLogger("dagster").setLevel(logging.CRITICAL)
     logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # it would show an interrupt that meets it, though it passes it on
     with progress.Terminal() as terminal, progress.watched_by(terminal):
@@ -209,9 +211,31 @@ def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap) -> It
             prepare(settings, progress=noted)
         from pgwal_pipeline.definitions import defs
 
-        with dg.DagsterInstance.get() as instance:
+        with _instance(home) as instance:
             _configure_logging_once(instance)
             yield _Runner(defs(), instance, noted.warnings)
+
+
+@contextmanager
+def _instance(home: Path) -> Iterator[dg.DagsterInstance]:
+    """Dagster's instance in `home`. Raises PgwalError where it cannot be opened, or its databases cannot be used in the middle of it."""
+    with ExitStack() as stack:
+        try:
+            instance = stack.enter_context(dg.DagsterInstance.get())
+        except (dg.DagsterError, YAMLError, SQLAlchemyError) as error:
+            raise _unusable(home, error) from error
+        try:
+            yield instance
+        except SQLAlchemyError as error:
+            raise _unusable(home, error) from error
+
+
+def _unusable(home: Path, error: Exception) -> PgwalError:
+    said = " ".join(str(error.orig if isinstance(error, DBAPIError) else error).split())[:200].rstrip(".")
+    return PgwalError(
+        f"Dagster's instance in {home} cannot be used ({said}): mend it, or move that folder away, which loses nothing but the history "
+        f"of the runs; what was drained and published stands in the lake."
+    )
 
 
 def _configure_logging_once(instance: dg.DagsterInstance) -> None:
