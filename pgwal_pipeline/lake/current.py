@@ -19,6 +19,7 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import LakeError, TableError
 from pgwal_pipeline.lake import bag, base, fold, statements
 from pgwal_pipeline.lake.columns import COMMIT_LSN, TEXT, quote, same_types
+from pgwal_pipeline.lake.counted import require_changes, require_snapshot
 from pgwal_pipeline.lake.fold import ANYTHING, ChunkSnapshot, Shape, Traits, Unresolved
 from pgwal_pipeline.lake.isolation import failures, isolated, table_failures
 from pgwal_pipeline.lake.standing import (
@@ -82,7 +83,7 @@ class MergeRequest:
     """Events of raw to be merged into a `current` table that stands at `from_lsn`: those with `from_lsn <= commit LSN < to_lsn`.
 
     `key` is empty for a bag of rows; `columns` are the source's, in its order, and `schema_json` is their Delta schema, without which their
-    types are those of the tables. `rows` says about how many events there are.
+    types are those of the tables. `rows` is how many events the ledger counts, 0 where nobody says.
     """
 
     table: TableName
@@ -108,7 +109,8 @@ class ReplaceRequest:
 
     Of the rows at `snapshot_path` those of `chunks` count; `snapshot_lsn` becomes their `_pgwal_commit_lsn`. A bag of rows has been read
     under one snapshot. There may be no raw table yet, and no snapshot table where a chunk held no row. `keep` are columns of the present
-    `current` that the source has dropped: they stay, null in every row. `rows` says about how many rows and events there are.
+    `current` that the source has dropped: they stay, null in every row. `rows` is how many rows and events the ledger counts, 0 where
+    nobody says.
     """
 
     table: TableName
@@ -158,6 +160,7 @@ def merge(spark: "SparkSession", request: MergeRequest) -> MergeResult:
         raise LakeError(
             f"{request.table}: its current table {stands}, not at {format_lsn(request.from_lsn)}; is another publish at work? Try again."
         )
+    require_changes(request.table, request.raw_path, request.from_lsn, request.to_lsn, request.rows)
     with isolated(spark, _MERGE_CONF | _conf(request.rows + written_rows(request.current_path))) as session:
         return _merge(session, request)
 
@@ -176,6 +179,8 @@ def replace(spark: "SparkSession", request: ReplaceRequest) -> MergeResult:
         )
     if mark == request.to_lsn and generation(request.current_path) == request.generation:
         return MergeResult(version(request.current_path), 0)
+    place = (request.raw_path, request.from_lsn, request.to_lsn)
+    require_snapshot(request.table, request.snapshot_path, request.generation, *place, request.rows)
     with isolated(spark, _conf(request.rows)) as session:
         return _replace(session, request, {} if mark == request.to_lsn else _fence(request.to_lsn))
 

@@ -1,5 +1,6 @@
 """A Spark session of one's own beside others in the same process, and what its failures mean."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from pgwal_pipeline.lake.fold import Shape, Unresolved
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_UNREADABLE = re.compile(r"FAILED_READ_FILE|DELTA_TRUNCATED_TRANSACTION_LOG|DELTA_VERSIONS_NOT_CONTIGUOUS|DELTA_FILE_NOT_FOUND")
+_CLASS_NAMES = re.compile(r"^(?::?\s*\(?[a-z]\w*(?:\.[\w$]+)+\)?:?\s+)+")
 _SHOWN = 20
 """How many of the rows that lack a value are named in the error."""
 _KEYS = 1000
@@ -66,7 +69,13 @@ def failures(what: str) -> Iterator[None]:
             raise LakeError(
                 f"{what}: another writer changed its current table at the same time; nothing was changed here, try again."
             ) from error
-        raise LakeError(f"{what}: Spark failed ({_first_line(error)}); what it wrote above says more.") from error
+        said = _said(error)
+        if _UNREADABLE.search(said):
+            raise LakeError(
+                f"{what}: Spark cannot read a file of the lake ({said}). If it is damaged or gone, restore it from a copy of the lake, or "
+                f"read the table again with `pgwal resnapshot`; if the store failed for now, run it again."
+            ) from error
+        raise LakeError(f"{what}: Spark failed ({said}); what it wrote above says more.") from error
 
 
 @contextmanager
@@ -107,6 +116,8 @@ def _named(
     return found[:_SHOWN], [tuple(one) for one in keys] if known else None
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300].rstrip(".") if lines else type(error).__name__
+def _said(error: Exception) -> str:
+    """The first line that says something, without the classes' names that Java puts before it."""
+    lines = [_CLASS_NAMES.sub("", line).strip() for line in str(error).splitlines()]
+    telling = [line for line in lines if line and not line.startswith("An error occurred while calling ")]
+    return telling[0][:300].rstrip(".") if telling else type(error).__name__

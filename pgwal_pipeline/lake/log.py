@@ -121,7 +121,11 @@ class RowLog:
 
     def _read(self, name: str) -> pa.Table:
         with lake_errors(f"{self._uri}/{name}"), filesystem(self._lake.uri).open_input_file(f"{self._folder}/{name}") as file:
-            found = pq.read_table(file)
+            octets = file.read_buffer()
+            try:
+                found = pq.read_table(pa.BufferReader(octets), page_checksum_verification=True)
+            except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+                raise pa.ArrowInvalid(f"Parquet file is damaged: {error}") from error
         columns = [
             found[field.name] if field.name in found.column_names else pa.nulls(found.num_rows, field.type) for field in self._schema
         ]

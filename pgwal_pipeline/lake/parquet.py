@@ -99,6 +99,8 @@ class ParquetFile:
             write_statistics=list(self._statistics) or False,  # pyright: ignore[reportArgumentType]
             store_decimal_as_integer=True,
             store_schema=False,
+            # A bit that turned over on a disk is an error then; without, half of them are read as other values (tried).
+            write_page_checksum=True,
         )
 
     def write(self, rows: pa.Table) -> None:

@@ -327,7 +327,7 @@ def _cut_file(lake: Lake, folder: str, file: FileWrite, lsn: int) -> tuple[FileW
     path = f"{folder}/{file.path}"
     with lake_errors(lake.absolute(path)):
         with filesystem(lake.uri).open_input_file(path) as stream:
-            rows = pq.ParquetFile(stream).read()
+            rows = pq.ParquetFile(stream, page_checksum_verification=True).read()
         beyond = rows.filter(pc.field(_POSITION) >= lsn)
         kept = rows.filter(pc.field(_POSITION) < lsn)
         name = f"{PurePosixPath(file.path).parent}/{new_file_name()}"

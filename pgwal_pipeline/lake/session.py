@@ -41,6 +41,7 @@ _SESSION_CONF: Mapping[str, str] = {
     "spark.sql.adaptive.enabled": "true",
     "spark.databricks.delta.properties.defaults.enableDeletionVectors": "true",
 }
+_CHECKSUMS = "parquet.page.verify-checksum.enabled"  # a damaged page is an error then, rather than other values
 
 
 def spark_session(settings: Settings, *, app_name: str = "pgwal", say: Callable[[str], None] = lambda _: None) -> "SparkSession":
@@ -87,6 +88,7 @@ def spark_conf(
     conf["spark.scheduler.mode"] = "FAIR"
     conf["spark.ui.showConsoleProgress"] = "false"
     conf["spark.sql.debug.maxToStringFields"] = "1000"
+    conf[f"spark.hadoop.{_CHECKSUMS}"] = "true"
     if jars:
         conf["spark.jars"] = ",".join(jar.as_uri() for jar in jars)
     if on_this_machine(settings.spark_master):
@@ -200,6 +202,7 @@ def _remote_session(settings: Settings, address: str) -> "SparkSession":
         for name, value in {**_SESSION_CONF, **settings.spark_conf}.items():
             if session.conf.isModifiable(name) or name.startswith("spark.databricks."):
                 session.conf.set(name, value)
+        session.conf.set(_CHECKSUMS, "true")
     except PySparkException as error:
         raise LakeError(f"The Spark Connect server {host}:{port} refused a session ({str(error).splitlines()[0]}).") from error
     return session  # pyright: ignore[reportReturnType] (the same interface, by design of Spark)

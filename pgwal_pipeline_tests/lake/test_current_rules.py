@@ -5,7 +5,6 @@ All examples are rows of one table (`case` is the first column of its key), so t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from dataclasses import replace as altered
 from datetime import date
 from pathlib import Path
 from random import Random
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pgwal_pipeline.lake import current as currents
 from pgwal_pipeline.lake.current import Traits, merge, replace
 from pgwal_pipeline_tests.lake.model import COLUMNS, KEY, KEYS, WINDOW_BYTES, WINDOW_TIME, Case, write_raw, write_snapshot
 from pgwal_pipeline_tests.lake.publishing import GENERATION, merge_request, replace_request, rows_of
@@ -186,7 +186,7 @@ def _by_example(path: Path) -> dict[int, dict[Any, dict[str, Any]]]:
     return found
 
 
-def test_rules(spark: "SparkSession", tmp_path: Path) -> None:
+def test_rules(spark: "SparkSession", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All examples at once: merged into what stood there, and on top of a snapshot of what stood there."""
     cases = [_case(number, example) for number, example in enumerate(EXAMPLES)]
     write_raw(str(tmp_path / "raw"), cases)
@@ -194,9 +194,9 @@ def test_rules(spark: "SparkSession", tmp_path: Path) -> None:
     nothing, followed = Traits(False, False, False), Traits(truncated=False)
     replace(spark, replace_request(tmp_path, WINDOW_BYTES, nothing, chunks, key=KEY, columns=COLUMNS))
     # As for many rows: with compiled code.
-    merge(spark, altered(merge_request(tmp_path, WINDOW_BYTES, 10 * WINDOW_BYTES, followed, key=KEY, columns=COLUMNS), rows=1 << 40))
-    whole = replace_request(tmp_path, 10 * WINDOW_BYTES, followed, chunks, key=KEY, columns=COLUMNS, current="replaced")
-    replace(spark, altered(whole, rows=1 << 40))
+    monkeypatch.setattr(currents, "_FEW_ROWS", -1)
+    merge(spark, merge_request(tmp_path, WINDOW_BYTES, 10 * WINDOW_BYTES, followed, key=KEY, columns=COLUMNS))
+    replace(spark, replace_request(tmp_path, 10 * WINDOW_BYTES, followed, chunks, key=KEY, columns=COLUMNS, current="replaced"))
     wanted = {example.name: example.after for example in EXAMPLES}
     for way in ("current", "replaced"):
         found = _by_example(tmp_path / way)

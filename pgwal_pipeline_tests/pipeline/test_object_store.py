@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import boto3
 import polars as pl
 import pytest
 
@@ -22,6 +23,7 @@ from pgwal_pipeline.lake.session import spark_session
 from pgwal_pipeline.local.connect import ConnectServer
 from pgwal_pipeline.local.process import port_free
 from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline.as_of import find_publish
 from pgwal_pipeline.pipeline.doctor import examine
 from pgwal_pipeline.pipeline.status import status
@@ -161,6 +163,75 @@ def test_a_backlog_is_caught_up(pipeline: Pipeline) -> None:
     assert_raw_once(pipeline)
     path = pipeline.lake.raw(TableName("public", "a"))
     assert sorted(pl.read_delta(path, storage_options=storage_options(path))["id"].to_list()) == list(range(1000, 5000))
+
+
+def _cut(octets: bytes) -> bytes:
+    return octets[: len(octets) // 2]
+
+
+def _turn_a_bit(octets: bytes) -> bytes:
+    return octets[: len(octets) // 2] + bytes([octets[len(octets) // 2] ^ 4]) + octets[len(octets) // 2 + 1 :]
+
+
+def _garble(octets: bytes) -> bytes:
+    return b"\x00\xffgarbage\x1b[31m" * 20
+
+
+def _gone(octets: bytes) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What the store holds of one lake, from which one object at a time is damaged."""
+
+    pipeline: Pipeline
+    client: Any
+
+    def refuses(self, work: Callable[[], object], folder: str, suffix: str, damage: Callable[[bytes], bytes | None]) -> None:
+        """`work` ends in one sentence with the place and what to do while the newest such object is damaged, or gone."""
+        prefix = f"{self.pipeline.settings.lake.removeprefix('s3://lakes/')}/{folder}/"
+        found = self.client.list_objects_v2(Bucket="lakes", Prefix=prefix)["Contents"]
+        place = {"Bucket": "lakes", "Key": max((one["LastModified"], one["Key"]) for one in found if one["Key"].endswith(suffix))[1]}
+        whole = self.client.get_object(**place)["Body"].read()
+        before = self.pipeline.ledger.publish(), self.pipeline.ledger.frontier()
+        left = damage(whole)
+        _ = self.client.delete_object(**place) if left is None else self.client.put_object(**place, Body=left)
+        with pytest.raises(LakeError) as caught:
+            work()
+        sentence = str(caught.value)
+        assert folder in sentence, (damage, sentence)
+        assert "restore" in sentence, (damage, sentence)
+        assert suffix == ".json" or place["Key"].rsplit("/", 1)[1] in sentence, (damage, sentence)
+        assert "\n" not in sentence and "\x1b" not in sentence
+        assert len(sentence) < 900
+        self.client.put_object(**place, Body=whole)
+        assert before == (self.pipeline.ledger.publish(), self.pipeline.ledger.frontier())
+
+
+@pytest.mark.soak
+def test_what_is_damaged_or_gone_in_the_store(pipeline: Pipeline, place: Place) -> None:
+    objects = Objects(pipeline, boto3.client("s3", region_name="us-east-1", endpoint_url=place.store.url))
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    pipeline.snapshot()
+    pipeline.drain()
+    objects.refuses(pipeline.publish, "snapshot/public/a", ".json", _gone)
+    pipeline.publish()
+    change(pipeline.source, 1)
+    pipeline.drain()
+    objects.refuses(pipeline.publish, "current/public/a", ".json", _garble)
+    objects.refuses(pipeline.publish, "raw/public/a", ".json", _cut)
+    objects.refuses(pipeline.publish, "raw/public/a", ".json", _gone)
+    objects.refuses(pipeline.publish, "raw/public/a", ".parquet", _turn_a_bit)
+    pipeline.publish()
+    assert_current(pipeline)
+    change(pipeline.source, 2)
+    objects.refuses(pipeline.drain, "_pgwal/windows", ".json", _garble)
+    objects.refuses(pipeline.drain, "_pgwal/windows", ".parquet", _gone)
+    objects.refuses(pipeline.drain, "_pgwal/tables", ".parquet", _turn_a_bit)
+    objects.refuses(pipeline.drain, "raw/public/a", ".json", _cut)
+    pipeline.drain()
+    assert_raw_once(pipeline)
 
 
 @pytest.mark.soak
