@@ -371,6 +371,18 @@ def _source(conn: Connection, relation: Relation) -> str:
     return str(relation.table) if kind and kind[0][0] == "p" else f"ONLY {relation.table}"
 
 
+# What a statement meets that waited for its table while the table was altered: other names, or values of other types.
+_ALTERED = (
+    errors.UndefinedTable,
+    errors.UndefinedColumn,
+    errors.UndefinedObject,
+    errors.UndefinedFunction,
+    errors.InvalidSchemaName,
+    errors.CannotCoerce,
+    errors.DatatypeMismatch,
+)
+
+
 def _read_error(error: psycopg.Error, relation: Relation, conn: Connection) -> PgwalError:
     table = relation.table
     if isinstance(error, errors.InsufficientPrivilege):
@@ -382,7 +394,7 @@ def _read_error(error: psycopg.Error, relation: Relation, conn: Connection) -> P
             f"Role {role} may not read table {table} ({error.diag.message_primary}); "
             f"run GRANT SELECT ON {table} TO {quote_ident(role)}, then `pgwal resnapshot '{table}'`.",
         )
-    if isinstance(error, errors.UndefinedTable | errors.UndefinedColumn | errors.UndefinedObject | errors.InvalidSchemaName):
+    if isinstance(error, _ALTERED):
         return TableChanged(str(table), f"Table {table} was altered while it was read ({error.diag.message_primary}); read it again.")
     if isinstance(error, errors.CharacterNotInRepertoire | errors.UntranslatableCharacter):
         return TableError(

@@ -523,6 +523,35 @@ def test_rights(source: Source) -> None:
         source.sql("drop owned by reader; drop role reader")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "alter table t alter k type uuid using gen_random_uuid()",
+        "alter table t alter p type date using null",
+        "alter table t rename to u; create table t (k int, v text, p int)",
+        "drop table t",
+    ],
+)
+def test_a_table_that_changes_while_its_read_waits(source: Source, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the catalog says was asked before, and the statement meets the table as it is when it has got its lock."""
+    source.sql("create domain price as numeric(5, 2); create table t (k int primary key, v varchar(5), p price); insert into t values (1)")
+    relation = relation_of(source)
+    fields, ends = copy._fields, []
+
+    def changed(*asked: Any) -> list[str]:
+        found = fields(*asked)
+        other = source.connect(autocommit=False)
+        other.execute(change.encode())
+        ends.append(threading.Timer(0.3, other.commit))
+        ends[0].start()
+        return found
+
+    monkeypatch.setattr(copy, "_fields", changed)
+    with pytest.raises(TableChanged, match=r"public\.t"):
+        read(source, relation)
+    ends[0].join()
+
+
 def test_a_table_that_changed(source: Source) -> None:
     source.sql("create domain price as numeric(5, 2)")
     source.sql("create table t (k int primary key, v varchar(5), p price, a int[])")
