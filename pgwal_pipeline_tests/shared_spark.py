@@ -7,6 +7,7 @@ given a place for what it says and the run's process, is where it lives.
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -75,15 +76,19 @@ def attached(place: Mapping[str, Any]) -> "SparkSession":
     for name in gateway:
         del os.environ[name]
     jvm: Any = SparkContext._jvm
+    interrupted = signal.getsignal(signal.SIGINT)
     context = jvm.JavaSparkContext.fromSparkContext(jvm.org.apache.spark.SparkContext.getOrCreate())
     session = jvm.org.apache.spark.sql.classic.SparkSession.getDefaultSession().get().newSession()
-    return SparkSession(SparkContext(conf=SparkConf(_jconf=context.sc().conf()), jsc=context), session)
+    session = SparkSession(SparkContext(conf=SparkConf(_jconf=context.sc().conf()), jsc=context), session)
+    # Spark's own handler would cancel what the other processes have running there.
+    signal.signal(signal.SIGINT, interrupted)
+    return session
 
 
 def _main(folder: Path, run: int) -> None:
     from pyspark import SparkContext
 
-    settings = spark_settings(str(folder / "lake"), memory="3g")
+    settings = spark_settings(str(folder / "lake"), memory="6g")
     session = spark_session(settings, app_name="pgwal-tests")
     gateway: Any = SparkContext._gateway
     parameters = gateway.gateway_parameters

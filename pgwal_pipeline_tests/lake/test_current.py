@@ -289,6 +289,7 @@ def test_a_table_that_was_never_written_to(spark: "SparkSession", tmp_path: Path
 # --- upkeep ---
 
 
+@pytest.mark.usefixtures("several_parts")
 def test_upkeep_keeps_rows_and_watermark(spark: "SparkSession", things: Path) -> None:
     path = str(things / "current")
     assert merge(spark, next_window(things)).rows_changed == 1
@@ -301,6 +302,7 @@ def test_upkeep_keeps_rows_and_watermark(spark: "SparkSession", things: Path) ->
     assert values(things / "current", "id", "body") == [(1, "new"), (2, "two")]
 
 
+@pytest.mark.usefixtures("several_parts")
 def test_what_is_older_goes_when_it_was_asked_to_and_not_by_the_tables_own_measure(spark: "SparkSession", things: Path) -> None:
     path = things / "current"
     merge(spark, next_window(things))
