@@ -194,11 +194,10 @@ def test_a_name_that_the_machine_itself_does_not_find(source: Source, make_pipel
     assert f"@{_NAME}:" in said[-1]
     assert "its host name is not known" in said[-1]
     assert len([line for line in said if "terminating connection" in line]) == 2, said
+    # What came whole before the second break is not counted yet, if anything did.
     plan = pipeline.ledger.plan()
-    assert plan is not None
-    kept = sum(window.changes for window in pipeline.ledger.windows()) + sum(
-        read.window.changes for read in pipeline.ledger.reads(plan).values()
-    )
+    reads = {} if plan is None else pipeline.ledger.reads(plan)
+    kept = sum(window.changes for window in pipeline.ledger.windows()) + sum(read.window.changes for read in reads.values())
     report = drained(pipeline)
     assert 0 < kept < sum(window.changes for window in pipeline.ledger.windows())
     assert assert_raw_is_whole(source, pipeline.settings.lake) == sum(window.changes for window in pipeline.ledger.windows())
