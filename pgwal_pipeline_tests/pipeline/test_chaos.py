@@ -243,7 +243,7 @@ def run(
         pipeline.source, pipeline.spark = source, lambda: spark
         chaos = Chaos(server, source, pipeline, remote, seed)
         for number in range(rounds):
-            fault = FAULTS[2:][number] if rounds < len(FAULTS) else None
+            fault = FAULTS[2:][number] if rounds <= len(FAULTS[2:]) else None
             try:
                 chaos.round(fault)
             except BaseException as error:
