@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -143,7 +143,8 @@ def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list
         raise LakeError(f"The current table of {state.table} at {path} is gone; run `pgwal resnapshot '{state.table}'` to build it again.")
     fresh = [window for window in windows if window.end_lsn > stands.watermark]
     pointer = TablePointer(path, stands.version)
-    if not _writes(lake, state, fresh) and stands.columns.issuperset(relation.column_names):
+    writes = _writes(lake, state, fresh)
+    if not writes and stands.columns.issuperset(relation.column_names):
         return _Work(state, pointer, None)
     request = MergeRequest(
         table=state.table,
@@ -153,9 +154,9 @@ def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list
         columns=relation.column_names,
         from_lsn=stands.watermark,
         to_lsn=frontier,
-        traits=_traits(lake, state, fresh),
+        traits=_traits(writes),
         schema_json=schema_json(copy_schema(relation)),
-        rows=sum(write.rows for write in _writes(lake, state, fresh)),
+        rows=sum(write.rows for write in writes),
     )
     return _Work(state, pointer, request)
 
@@ -171,7 +172,7 @@ def _replace_request(
     first_seen = min((Snapshot.parse(chunk.snapshot or "") for chunk in chunks), key=lambda snapshot: snapshot.low, default=None)
     unseen = [window for window in windows if window.end_lsn > origin and not _seen_whole(window, first_seen)]
     from_lsn = min((window.start_lsn for window in unseen), default=frontier)
-    fresh = [window for window in windows if window.end_lsn > from_lsn]
+    writes = _writes(lake, state, [window for window in windows if window.end_lsn > from_lsn])
     return ReplaceRequest(
         table=state.table,
         raw_path=lake.raw(state.place),
@@ -184,9 +185,9 @@ def _replace_request(
         columns=relation.column_names,
         from_lsn=from_lsn,
         to_lsn=frontier,
-        traits=_traits(lake, state, fresh),
+        traits=_traits(writes),
         schema_json=schema_json(copy_schema(relation)),
-        rows=sum(chunk.rows for chunk in chunks) + sum(write.rows for write in _writes(lake, state, fresh)),
+        rows=sum(chunk.rows for chunk in chunks) + sum(write.rows for write in writes),
         keep=state.dropped,
     )
 
@@ -205,8 +206,7 @@ def _writes(lake: Lake, state: TableState, windows: Iterable[Window]) -> list[Ta
     return [write for window in windows for write in window.tables if write.path == path and write.rows]
 
 
-def _traits(lake: Lake, state: TableState, windows: Iterable[Window]) -> Traits:
-    writes = _writes(lake, state, windows)
+def _traits(writes: Sequence[TableWrite]) -> Traits:
     return Traits(
         truncated=any(write.truncates for write in writes),
         key_changes=any(write.key_changes for write in writes),
