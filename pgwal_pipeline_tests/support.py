@@ -110,6 +110,16 @@ class Source:
         """The first column of the first row."""
         return self.sql(statement, *params)[0][0]
 
+    def wait_for_slot(self, name: str) -> None:
+        """Wait until nobody reads from a slot: a walsender may go a moment after its reader."""
+        active = "SELECT active FROM pg_replication_slots WHERE slot_name = %s"
+        wait_for(lambda: not self.value(active, name), what=f"slot {name} to be free")
+
+    def drop_slot(self, name: str) -> None:
+        """Drop a slot as soon as nobody reads from it."""
+        self.wait_for_slot(name)
+        self.sql("SELECT pg_drop_replication_slot(%s)", name)
+
     def dsn_of(self, user: str, password: str | None = None) -> str:
         """The DSN of the same database for another role."""
         parts = {name: value for name, value in conninfo_to_dict(self.dsn).items() if name != "password"}

@@ -17,9 +17,9 @@ from pyspark.sql.types import IntegerType, LongType, ShortType, StructType
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import LakeError, TableError
-from pgwal_pipeline.lake import bag, base, fold, statements
+from pgwal_pipeline.lake import bag, base, files, fold, statements
 from pgwal_pipeline.lake.columns import COMMIT_LSN, TEXT, quote, same_types
-from pgwal_pipeline.lake.counted import require_changes, require_snapshot
+from pgwal_pipeline.lake.files import Files
 from pgwal_pipeline.lake.fold import ANYTHING, ChunkSnapshot, Shape, Traits, Unresolved
 from pgwal_pipeline.lake.isolation import failures, isolated, table_failures
 from pgwal_pipeline.lake.standing import (
@@ -69,7 +69,12 @@ _INTERPRETED = {
     "spark.databricks.delta.merge.deletionVectors.persistent": "false",
 }
 _VIEW = "pgwal_changes"
+_READ_CONF = {
+    # Many files are looked for by as many tasks, ten thousand by default.
+    "spark.sql.sources.parallelPartitionDiscovery.parallelism": "8",
+}
 _MERGE_CONF = {
+    **_READ_CONF,
     # Delta reads the source of a MERGE three times: folded anew each time otherwise.
     "spark.databricks.delta.merge.materializeSource": "all",
 }
@@ -160,9 +165,13 @@ def merge(spark: "SparkSession", request: MergeRequest) -> MergeResult:
         raise LakeError(
             f"{request.table}: its current table {stands}, not at {format_lsn(request.from_lsn)}; is another publish at work? Try again."
         )
-    require_changes(request.table, request.raw_path, request.from_lsn, request.to_lsn, request.rows)
+    changes = files.changes(request.raw_path, request.from_lsn, request.to_lsn)
+    if request.rows:
+        files.require(request.table, request.rows, {request.raw_path: changes})
+    if changes is None:
+        raise LakeError(f"{request.table}: its raw table at {request.raw_path} is gone; restore it from a copy of the lake.")
     with isolated(spark, _MERGE_CONF | _conf(request.rows + written_rows(request.current_path))) as session:
-        return _merge(session, request)
+        return _merge(session, request, changes)
 
 
 def replace(spark: "SparkSession", request: ReplaceRequest) -> MergeResult:
@@ -179,10 +188,11 @@ def replace(spark: "SparkSession", request: ReplaceRequest) -> MergeResult:
         )
     if mark == request.to_lsn and generation(request.current_path) == request.generation:
         return MergeResult(version(request.current_path), 0)
-    place = (request.raw_path, request.from_lsn, request.to_lsn)
-    require_snapshot(request.table, request.snapshot_path, request.generation, *place, request.rows)
-    with isolated(spark, _conf(request.rows)) as session:
-        return _replace(session, request, {} if mark == request.to_lsn else _fence(request.to_lsn))
+    changes = files.changes(request.raw_path, request.from_lsn, request.to_lsn)
+    snapshot = files.snapshot(request.snapshot_path, request.generation)
+    files.require(request.table, request.rows, {request.snapshot_path: snapshot, request.raw_path: changes})
+    with isolated(spark, _READ_CONF | _conf(request.rows)) as session:
+        return _replace(session, request, snapshot, changes, {} if mark == request.to_lsn else _fence(request.to_lsn))
 
 
 def _conf(rows: int) -> dict[str, str]:
@@ -192,14 +202,14 @@ def _conf(rows: int) -> dict[str, str]:
 
 def optimize(spark: "SparkSession", path: str) -> int:
     """Write small files together, and files with many deleted rows anew; returns the version then. Not beside a merge of the table."""
-    with isolated(spark, {}) as session, failures(path):
+    with isolated(spark, _conf(written_rows(path))) as session, failures(path):
         session.sql(f"OPTIMIZE {statements.table_at(path)}").collect()
     return version(path)
 
 
 def vacuum(spark: "SparkSession", path: str, retention_hours: float) -> None:
     """Delete the files that no version of the last `retention_hours` needs; older versions cannot be read afterwards."""
-    with isolated(spark, {}) as session, failures(path):
+    with isolated(spark, _conf(written_rows(path))) as session, failures(path):
         _keep_readable(session, path, max(math.ceil(retention_hours), _HISTORY_HOURS))
         session.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
         # Otherwise the table's property counts, whatever RETAIN says.
@@ -221,16 +231,16 @@ def _readable(hours: int) -> dict[str, str]:
     return dict.fromkeys(("delta.logRetentionDuration", "delta.deletedFileRetentionDuration"), f"interval {hours} hours")
 
 
-def _merge(session: "SparkSession", request: MergeRequest) -> MergeResult:
+def _merge(session: "SparkSession", request: MergeRequest, changes: Files) -> MergeResult:
     with failures(str(request.table)):
         target = session.read.format("delta").load(request.current_path)
-        raw = session.read.format("delta").load(request.raw_path)
+        raw = changes.read(session)
         types = raw.schema if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
         shape = _known_columns(request.shape, types, target.schema)
         _check_types(shape, types, target.schema)
         if _widen(session, request.current_path, shape, types, target.schema):
             target = session.read.format("delta").load(request.current_path)
-        rows = fold.in_windows(raw, request.from_lsn, request.to_lsn)
+        rows = fold.between(raw, request.from_lsn, request.to_lsn)
         truncate = fold.last_truncate(rows) if request.traits.truncated else None
         steps = fold.steps(rows, shape, target.schema, after=truncate)
     if truncate is not None:
@@ -307,13 +317,15 @@ def _overwrite(request: MergeRequest, shape: Shape, steps: "DataFrame", target: 
     return MergeResult(_reached(request), last_output_rows(request.current_path))
 
 
-def _replace(session: "SparkSession", request: ReplaceRequest, fence: Mapping[str, str]) -> MergeResult:
+def _replace(
+    session: "SparkSession", request: ReplaceRequest, found: Files | None, changes: Files | None, fence: Mapping[str, str]
+) -> MergeResult:
     shape, path = request.shape, request.current_path
     with failures(str(request.table)):
-        raw, snapshot = _read(session, request.raw_path), _read(session, request.snapshot_path)
+        snapshot, raw = (None if files is None else files.read(session) for files in (found, changes))
         known = None if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
         types = base.column_types(shape, snapshot, raw) if known is None else known
-        events = fold.in_windows(raw if raw is not None else base.no_events(session, types), request.from_lsn, request.to_lsn)
+        events = fold.between(raw if raw is not None else base.no_events(session, types), request.from_lsn, request.to_lsn)
         few = request.rows <= _FEW_ROWS
         if few:
             events = events.localCheckpoint()

@@ -43,7 +43,6 @@ from pgwal_pipeline.lake.columns import (
     ORDINAL,
     TEXT,
     UNCHANGED,
-    WINDOW,
     XID,
     key_parts,
     literal,
@@ -52,7 +51,6 @@ from pgwal_pipeline.lake.columns import (
     text_of,
 )
 from pgwal_pipeline.lake.schema import names_in_raw
-from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.xid import Snapshot
 
@@ -127,10 +125,9 @@ class Truncate:
     xid: int = field(compare=False)
 
 
-def in_windows(raw: "DataFrame", from_lsn: int, to_lsn: int) -> "DataFrame":
-    """The rows of raw with `from_lsn <= commit LSN < to_lsn`; only the windows (partitions) that may hold them are read."""
-    window, lsn = F.col(WINDOW), F.col(COMMIT_LSN)
-    return raw.where((window > window_key(from_lsn)) & (window <= window_key(to_lsn)) & (lsn >= from_lsn) & (lsn < to_lsn))
+def between(raw: "DataFrame", from_lsn: int, to_lsn: int) -> "DataFrame":
+    """The rows of raw with `from_lsn <= commit LSN < to_lsn`."""
+    return raw.where((F.col(COMMIT_LSN) >= from_lsn) & (F.col(COMMIT_LSN) < to_lsn))
 
 
 def last_truncate(rows: "DataFrame") -> Truncate | None:

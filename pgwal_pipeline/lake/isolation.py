@@ -17,7 +17,9 @@ from pgwal_pipeline.lake.fold import Shape, Unresolved
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_UNREADABLE = re.compile(r"FAILED_READ_FILE|DELTA_TRUNCATED_TRANSACTION_LOG|DELTA_VERSIONS_NOT_CONTIGUOUS|DELTA_FILE_NOT_FOUND")
+_UNREADABLE = re.compile(
+    r"FAILED_READ_FILE|PATH_NOT_FOUND|DELTA_TRUNCATED_TRANSACTION_LOG|DELTA_VERSIONS_NOT_CONTIGUOUS|DELTA_FILE_NOT_FOUND"
+)
 _CLASS_NAMES = re.compile(r"^(?::?\s*\(?[a-z]\w*(?:\.[\w$]+)+\)?:?\s+)+")
 _SHOWN = 20
 """How many of the rows that lack a value are named in the error."""

@@ -154,6 +154,16 @@ def test_inserts_alone(spark: "SparkSession", things: Path) -> None:
         assert watermark(str(things / name)) == 2000
 
 
+def test_many_windows_in_a_folder_of_any_name(spark: "SparkSession", tmp_path: Path) -> None:
+    folder, columns = tmp_path / "a {y,z} *?#", {"id": INT, "body": TEXT}
+    write_rows(folder / "snapshot", columns, [(1, "one")])
+    replace(spark, replace_request(folder, 1000, PLAIN, [_BEFORE], key=["id"], columns=["id", "body"]))
+    for window in range(1, 42):
+        write_events(folder / "raw", columns, [("I", window * 1000 + 1, 0, (window + 1, "new"))])
+    assert merge(spark, altered(next_window(folder), to_lsn=41_000)) == current.MergeResult(1, 40)
+    assert sorted(row["id"] for row in rows_of(folder / "current")) == [*range(1, 42)]
+
+
 def test_keys_of_floating_point(spark: "SparkSession", tmp_path: Path) -> None:
     columns = {"id": pa.float64(), "body": TEXT}
     nan = float("nan")

@@ -489,7 +489,7 @@ def test_slots_and_walsenders_that_are_short(make_server: Callable[..., Postgres
         assert sorted(row["id"] for row in raw_rows(pipeline, "public.t")) == list(range(90 * 200))
         assert_settled(pipeline)
         for name in ("other", "last"):
-            source.sql("SELECT pg_drop_replication_slot(%s)", name)
+            source.drop_slot(name)
 
 
 def test_a_role_that_may_not_copy_slots_drains_alone(source: Source, make_pipeline: MakePipeline) -> None:

@@ -197,6 +197,7 @@ def test_slot_advanced_by_someone_else_is_a_gap(source: Source, make_pipeline: M
     pipeline = make_pipeline()
     pipeline.drain()
     source.sql("INSERT INTO t VALUES (1)")
+    source.wait_for_slot(pipeline.settings.slot)
     source.sql("SELECT pg_replication_slot_advance(%s, pg_current_wal_flush_lsn())", pipeline.settings.slot)
     with pytest.raises(SlotLost, match="advanced"):
         pipeline.drain()

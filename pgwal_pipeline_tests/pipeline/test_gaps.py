@@ -60,7 +60,7 @@ def test_a_slot_whose_renewal_was_cut_off_is_never_gone_on_from(point: str, sour
     """Whenever the way back was interrupted: what was not in any stream is read again, whatever runs next."""
     pipeline = make_pipeline()
     read_once(source, pipeline)
-    source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
+    source.drop_slot(pipeline.settings.slot)
     killed(pipeline, RENEW, point)
     source.sql("INSERT INTO t VALUES (12, 0)")
     try:
@@ -99,19 +99,19 @@ def test_a_slot_of_somebody_else_is_neither_renewed_nor_dropped(source: Source, 
     pipeline = make_pipeline()
     read_once(source, pipeline)
     name = pipeline.settings.slot
-    source.sql("SELECT pg_drop_replication_slot(%s)", name)
+    source.drop_slot(name)
     source.sql("SELECT pg_create_logical_replication_slot(%s, 'test_decoding')", name)
     with pytest.raises(SourceRefused, match="test_decoding"):
         drains.renew(pipeline.settings, progress=Silent())
     with pytest.raises(SourceRefused, match="test_decoding"):
         drop(pipeline.settings)
     assert source.sql(SLOTS, name) == [(name, "test_decoding")]
-    source.sql("SELECT pg_drop_replication_slot(%s)", name)
+    source.drop_slot(name)
     source.sql("SELECT pg_create_physical_replication_slot(%s)", name)
     with pytest.raises(SourceRefused, match="physical"):
         drop(pipeline.settings)
     assert source.sql(SLOTS, name) == [(name, None)]
-    source.sql("SELECT pg_drop_replication_slot(%s)", name)
+    source.drop_slot(name)
     assert drop(pipeline.settings) == [f"publication {pipeline.settings.publication}"]
 
 
@@ -289,7 +289,7 @@ def test_what_is_not_the_lakes_source_is_named(
     frontier = pipeline.ledger.frontier()
     names = {"slot": pipeline.settings.slot, "publication": pipeline.settings.publication}
     if how == "slot_elsewhere":
-        source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
+        source.drop_slot(pipeline.settings.slot)
         with fresh_source(source.server) as other:
             other.sql("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", pipeline.settings.slot)
             with pytest.raises(SourceRefused, match=f"belongs to database {other.database}"):
@@ -297,7 +297,7 @@ def test_what_is_not_the_lakes_source_is_named(
             with pytest.raises(SourceRefused, match=f"belongs to database {other.database}"):
                 drains.renew(pipeline.settings, progress=Silent())
     elif how == "recreated":
-        source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
+        source.drop_slot(pipeline.settings.slot)
         source.close()
         with psycopg.connect(source.server.dsn(), autocommit=True) as admin:
             admin.execute(f"DROP DATABASE {source.database} WITH (FORCE)".encode())
@@ -319,7 +319,7 @@ def test_what_is_not_the_lakes_source_is_named(
 def test_where_the_user_allowed_it_a_lost_slot_is_made_anew_by_itself(how: str, source: Source, make_pipeline: MakePipeline) -> None:
     pipeline = make_pipeline(on_slot_loss="resnapshot")
     read_once(source, pipeline)
-    source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
+    source.drop_slot(pipeline.settings.slot)
     if how == "made_anew":
         source.sql("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", pipeline.settings.slot)
     report = pipeline.drain()

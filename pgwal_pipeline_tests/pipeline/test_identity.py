@@ -66,6 +66,7 @@ def test_a_slot_that_is_not_where_it_was(how: str, policy: str, source: Source, 
     pipeline = make_pipeline(on_slot_loss=policy)
     pipeline.spark = lambda: spark
     ready(source, pipeline)
+    source.wait_for_slot(pipeline.settings.slot)
     for statement in TAMPERING[how]:
         source.sql(statement.format(slot=pipeline.settings.slot))
     source.sql("UPDATE t SET v = 2 WHERE id = 12")
@@ -82,7 +83,7 @@ def test_a_slot_of_another_plugin_or_database_is_named(source: Source, make_pipe
     pipeline = make_pipeline()
     pipeline.spark = lambda: spark
     ready(source, pipeline)
-    source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
+    source.drop_slot(pipeline.settings.slot)
     source.sql("SELECT pg_create_logical_replication_slot(%s, 'test_decoding')", pipeline.settings.slot)
     refused(pipeline, PgwalError, "test_decoding")
 
@@ -99,7 +100,7 @@ def test_the_doctor_finds_what_would_stop_a_run(source: Source, make_pipeline: M
     assert wrong() == {}
     assert list(wrong(PGWAL_LAKE=f"{pipeline.settings.lake}_new")) == ["agreement"]
     assert list(wrong(PGWAL_SPARK_REMOTE="sc://127.0.0.1:1")) == ["spark"]
-    source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
+    source.drop_slot(pipeline.settings.slot)
     assert "is gone from the source" in wrong()["agreement"]
     assert wrong(PGWAL_ON_SLOT_LOSS="resnapshot") == {}
     drains.renew(pipeline.settings, progress=Silent())

@@ -239,7 +239,7 @@ def test_a_table_read_again_keeps_its_rows_until_the_new_ones_are_whole(
     assert generation(pipeline.lake.current(table)) != before
     pipeline.assert_current("public.t")
     # After a gap: nobody tells that these rows are gone.
-    source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
+    source.drop_slot(pipeline.settings.slot)
     source.sql("DELETE FROM t WHERE id <= 20")
     drains.renew(pipeline.settings, progress=Silent())
     pipeline.snapshot()
@@ -283,7 +283,7 @@ def test_a_slot_that_is_lost_ends_the_read(source: Source, make_pipeline: Callab
 
     def drop(passed: int) -> None:
         if passed == 2:
-            source.sql("SELECT pg_drop_replication_slot(%s)", pipeline.settings.slot)
+            source.drop_slot(pipeline.settings.slot)
         slow.wait(0.6 if passed >= 2 else 0)
 
     at_each_pass(monkeypatch, WRITTEN, drop)

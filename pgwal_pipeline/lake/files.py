@@ -1,0 +1,84 @@
+"""The files of raw and of snapshots that a merge reads, as their Delta logs name them.
+
+Spark is given the files rather than the tables: both are only ever appended to, so a file is all there is to know, while Delta's own
+planning of a read runs queries over the whole log, which on a table of some rows cost more than the read itself (a third of a merge,
+measured).
+
+What is gone must not be taken for what never was: a file that is gone fails whoever reads it, while a commit of the log that is gone with
+it, or the whole table, fails nobody. So the rows that the log names are compared with those that the ledger counts.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import StructType
+
+from pgwal_pipeline.errors import LakeError
+from pgwal_pipeline.lake.columns import WINDOW
+from pgwal_pipeline.lake.snapshots import GENERATION
+from pgwal_pipeline.lake.standing import open_current
+from pgwal_pipeline.lsn import window_key
+from pgwal_pipeline.relation import TableName
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of the table at `table`, with their paths in it; `rows` is how many rows they have, None where the log does not say."""
+
+    table: str
+    schema: StructType
+    paths: tuple[str, ...]
+    rows: int | None
+
+    def read(self, session: "SparkSession") -> "DataFrame":
+        """Their rows, of the table's schema."""
+        if not self.paths:
+            return session.range(0).select(*(F.lit(None).cast(field.dataType).alias(field.name) for field in self.schema.fields))
+        reader = session.read.schema(self.schema).option("basePath", self.table).option("__globPaths__", "false")
+        return reader.parquet(*(f"{self.table}/{path}" for path in self.paths))
+
+
+def changes(raw_path: str, from_lsn: int, to_lsn: int) -> Files | None:
+    """The files of raw with the windows after `from_lsn` up to that of `to_lsn`; None where there is no table."""
+    first, last = window_key(from_lsn), window_key(to_lsn)
+    return _files(raw_path, WINDOW, lambda key: first < key <= last)
+
+
+def snapshot(snapshot_path: str, generation: str) -> Files | None:
+    """The files of a snapshot's generation; None where there is no table."""
+    return _files(snapshot_path, GENERATION, lambda name: name == generation)
+
+
+def require(table: TableName, counted: int, found: Mapping[str, Files | None]) -> None:
+    """Raises LakeError where the files found at these places have less rows together than the `counted` ones of the ledger.
+
+    A snapshot may have more: of attempts that died.
+    """
+    rows = [0 if files is None else files.rows for files in found.values()]
+    there = sum(filter(None, rows))
+    if None not in rows and there < counted:
+        raise LakeError(
+            f"{table}: {' and '.join(found)} {'has' if len(found) == 1 else 'have'} {there} of the {counted} rows that the ledger counts "
+            f"there, so that files of it are gone: restore them from a copy of the lake, or run `pgwal resnapshot '{table}'`."
+        )
+
+
+def _files(path: str, partition: str, wanted: Callable[[str], bool]) -> Files | None:
+    table = open_current(path)
+    if table is None:
+        return None
+    schema = StructType.fromJson(json.loads(table.schema().to_json()))
+    named = pa.table(table.get_add_actions(flatten=True))
+    if not named.num_rows:
+        return Files(path, schema, (), 0)
+    columns = zip(*(named[name].to_pylist() for name in (f"partition.{partition}", "path", "num_records")), strict=True)
+    found = [(file, rows) for key, file, rows in columns if wanted(str(key))]
+    counts = [rows for _, rows in found]
+    return Files(path, schema, tuple(file for file, _ in found), None if None in counts else sum(counts))
