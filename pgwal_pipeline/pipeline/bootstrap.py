@@ -93,7 +93,8 @@ def require_agreement(settings: Settings, conn: Connection) -> tuple[Source | No
     """
     lake = Lake(settings.lake)
     ledger = Ledger(lake)
-    recorded, ours, frontier = ledger.source(), _source(settings, conn), ledger.frontier()
+    # The source is written down before the frontier: whoever takes the lake meanwhile is found by it.
+    frontier, recorded, ours = ledger.frontier(), ledger.source(), _source(settings, conn)
     if recorded is not None:
         _require_same_source(lake, recorded, ours)
         _require_same_history(settings, conn, recorded, ours, None if frontier is None else _durable(ledger, frontier))

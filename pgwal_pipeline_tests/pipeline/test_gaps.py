@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 from pgwal_pipeline.errors import LakeError, SlotLost, SourceRefused, SourceUnavailable
+from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lake.ledger import Source as LedgerSource
 from pgwal_pipeline.lake.raw import commit_window
 from pgwal_pipeline.local.postgres import Postgres
@@ -344,6 +345,24 @@ def test_two_pipelines_that_take_an_empty_lake_at_once(source: Source, make_pipe
     source.sql("INSERT INTO t VALUES (1)")
     winner.drain()
     assert ids_in_raw(winner) == [1]
+
+
+@pytest.mark.parametrize("looked_at", ["source", "frontier"])
+def test_a_lake_that_another_pipeline_takes_while_it_is_looked_at(
+    looked_at: str, source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.sql("CREATE TABLE t (id int PRIMARY KEY)")
+    one, two = make_pipeline(), make_pipeline()
+    look = getattr(Ledger, looked_at)
+
+    def taken_just_before(ledger: Ledger) -> Any:
+        monkeypatch.undo()
+        two.drain()
+        return look(ledger)
+
+    monkeypatch.setattr(Ledger, looked_at, taken_just_before)
+    with pytest.raises(LakeError, match=f"is fed by slot {two.settings.slot}"):
+        one.drain()
 
 
 def test_dagsters_folder_is_no_part_of_what_is_true(source: Source, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import polars as pl
@@ -29,10 +29,9 @@ KEYS = {
     "int4range": ["empty", "[1,2]", "[1,3)", "(,)", "[5,)", "[7,9)"],
     "bool": ["t", "f", "t", "f", "t", "f"],
 }
-NAMES = [
-    "Case", "case", "CASE", "a b", 'quo"te do.t', "sla/sh", "back\\slash", "per%cent", "new\nline", "emo😀ji ünï", "n" * 63, "..",
-    "select a'b;--<b>{}", "_delta_log", "*?[x] #,& tail ", "x=y",
-]  # fmt: skip
+SOME_KEYS = ("numeric", "char(5)", "timestamptz", "bytea", "float8", 'text COLLATE "folded"')
+SOME_NAMES = ("Case", "case", 'quo"te do.t', "sla/sh", "per%cent", "new\nline", "emo😀ji ünï", "..", "*?[x] #,& tail ")
+NAMES = (*SOME_NAMES, "CASE", "a b", "back\\slash", "n" * 63, "select a'b;--<b>{}", "_delta_log", "x=y")
 
 
 def differ(source: Source, table: str, column: str, rng: random.Random, values: list[str], kind: str) -> None:
@@ -58,12 +57,13 @@ def _literal(value: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_keys_of_many_types(source: Source, pipeline: Pipeline) -> None:
+@pytest.mark.parametrize("kinds", [pytest.param(SOME_KEYS, id="some"), pytest.param(tuple(KEYS), id="all", marks=pytest.mark.soak)])
+def test_keys_of_many_types(kinds: Sequence[str], source: Source, pipeline: Pipeline) -> None:
     try:
         source.sql("CREATE COLLATION folded (provider = icu, locale = 'und-u-ks-level2', deterministic = false)")
     except psycopg.errors.FeatureNotSupported:  # a server built without ICU has no collation that calls different strings equal
         source.sql('CREATE COLLATION folded FROM "C"')
-    tables = {f"key_{number}": kind for number, kind in enumerate(KEYS)}
+    tables = {f"key_{number}": kind for number, kind in enumerate(kinds)}
     for seed, (table, kind) in enumerate(tables.items()):
         source.sql(f"CREATE TABLE {table} (k {kind} PRIMARY KEY, v int)")
         differ(source, table, "k", random.Random(seed), KEYS[kind], kind)
@@ -95,9 +95,10 @@ def test_keys_of_many_types(source: Source, pipeline: Pipeline) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_names_with_anything_in_them(source: Source, pipeline: Pipeline) -> None:
+@pytest.mark.parametrize("names", [pytest.param(SOME_NAMES, id="some"), pytest.param(NAMES, id="all", marks=pytest.mark.soak)])
+def test_names_with_anything_in_them(names: Sequence[str], source: Source, pipeline: Pipeline) -> None:
     source.sql('CREATE SCHEMA "S p.a"')
-    tables = [TableName("public", name) for name in NAMES] + [TableName("S p.a", "Case"), TableName("S p.a", "t")]
+    tables = [TableName("public", name) for name in names] + [TableName("S p.a", "Case")]
     for table in tables:
         # Readers but Spark do not know column mapping, which some characters need.
         mapped = set(" ,;{}()\n\t=") & set(table.name)
