@@ -108,6 +108,7 @@ def test_a_table_that_waits_for_an_old_transaction_holds_up_no_other(
     source.sql("INSERT INTO t VALUES (1); CREATE TABLE joined (id int PRIMARY KEY); INSERT INTO joined VALUES (1)")
     code, out, err = commands.run("sync", "--json", PGWAL_BLOCKED_TIMEOUT="7s")
     assert code == 1
+    assert out, err
     answer = json.loads(out)
     assert set(answer["publish"]["tables"]) == {"public.t", "public.other"}
     assert sorted(taken["table"] for taken in answer["snapshots"]) == ["public.other", "public.t"]

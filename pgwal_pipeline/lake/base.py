@@ -17,7 +17,7 @@ from pyspark.sql.types import ArrayType, DataType, IntegerType, LongType, MapTyp
 
 from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake import bag, fold
-from pgwal_pipeline.lake.columns import CHUNK, COMMIT_LSN, GENERATION, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID, key_parts, quote
+from pgwal_pipeline.lake.columns import CHUNK, COMMIT_LSN, GENERATION, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID, key_parts, null_of, quote
 from pgwal_pipeline.lake.fold import AT_LSN, AT_ORDINAL, BEFORE_ALL, ChunkSnapshot, Shape, Traits, Truncate
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def no_events(spark: "SparkSession", types: StructType) -> "DataFrame":
 
 def _empty(spark: "SparkSession", types: StructType, own: Mapping[str, DataType]) -> "DataFrame":
     kinds = {field.name: field.dataType for field in types.fields} | dict(own)
-    return spark.range(0).select(*(F.lit(None).cast(kind).alias(name) for name, kind in kinds.items()))
+    return spark.range(0).select(*(F.expr(null_of(kind)).alias(name) for name, kind in kinds.items()))
 
 
 def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, types: StructType, truncate: Truncate | None) -> "DataFrame":
@@ -100,7 +100,7 @@ def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, ty
     known = source.chunk_table().where(F.col(_NUMBER).isin(standing)).select(_NUMBER, F.col(CHUNK).alias("_pgwal_attempt"))
     read = snapshot.join(F.broadcast(known), F.col(CHUNK) == F.col("_pgwal_attempt"))
     values = [
-        F.col(quote(name)) if name in snapshot.columns else F.lit(None).cast(types[name].dataType).alias(name) for name in shape.columns
+        F.col(quote(name)) if name in snapshot.columns else F.expr(null_of(types[name].dataType)).alias(name) for name in shape.columns
     ]
     rows = read.select(*values, F.lit(source.lsn).cast("long").alias(COMMIT_LSN), TEXT, _NUMBER)
     if not any(chunk.single for chunk in source.chunks):
@@ -177,7 +177,7 @@ def _absences(source: Source, touched: "DataFrame", steps: "DataFrame", shape: S
     newest = F.max_by(F.struct(*(F.col(quote(name)) for name in (*shape.key, TEXT))), F.struct(AT_LSN, AT_ORDINAL)).alias("_pgwal_newest")
     found = seen.groupBy(*of_key).agg(place, newest)
     values = [
-        (F.col(f"_pgwal_newest.{quote(name)}") if name in shape.key else F.lit(None).cast(steps.schema[name].dataType)).alias(name)
+        (F.col(f"_pgwal_newest.{quote(name)}") if name in shape.key else F.expr(null_of(steps.schema[name].dataType))).alias(name)
         for name in shape.columns
     ]
     absent = found.select(

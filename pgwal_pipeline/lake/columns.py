@@ -42,6 +42,11 @@ def literal(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
+def null_of(kind: DataType) -> str:
+    """A null of that type, by the type's name: of the type itself Spark Connect makes one with a collation, which other readers refuse."""
+    return f"CAST(NULL AS {kind.simpleString()})"
+
+
 def has_misfits(kind: DataType) -> bool:
     """Whether Postgres has values of such a column that it cannot hold: they are null there and stand in `_pgwal_text`."""
     return isinstance(kind, DateType | TimestampType | TimestampNTZType | DecimalType | ArrayType)

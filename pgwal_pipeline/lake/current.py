@@ -18,7 +18,7 @@ from pyspark.sql.types import IntegerType, LongType, ShortType, StructType
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import LakeError, TableError
 from pgwal_pipeline.lake import bag, base, files, fold, statements
-from pgwal_pipeline.lake.columns import COMMIT_LSN, TEXT, quote, same_types
+from pgwal_pipeline.lake.columns import COMMIT_LSN, TEXT, null_of, quote, same_types
 from pgwal_pipeline.lake.files import Files
 from pgwal_pipeline.lake.fold import ANYTHING, ChunkSnapshot, Shape, Traits, Unresolved
 from pgwal_pipeline.lake.isolation import failures, isolated, table_failures
@@ -69,12 +69,7 @@ _INTERPRETED = {
     "spark.databricks.delta.merge.deletionVectors.persistent": "false",
 }
 _VIEW = "pgwal_changes"
-_READ_CONF = {
-    # Many files are looked for by as many tasks, ten thousand by default.
-    "spark.sql.sources.parallelPartitionDiscovery.parallelism": "8",
-}
 _MERGE_CONF = {
-    **_READ_CONF,
     # Delta reads the source of a MERGE three times: folded anew each time otherwise.
     "spark.databricks.delta.merge.materializeSource": "all",
 }
@@ -191,7 +186,7 @@ def replace(spark: "SparkSession", request: ReplaceRequest) -> MergeResult:
     changes = files.changes(request.raw_path, request.from_lsn, request.to_lsn)
     snapshot = files.snapshot(request.snapshot_path, request.generation)
     files.require(request.table, request.rows, {request.snapshot_path: snapshot, request.raw_path: changes})
-    with isolated(spark, _READ_CONF | _conf(request.rows)) as session:
+    with isolated(spark, _conf(request.rows)) as session:
         return _replace(session, request, snapshot, changes, {} if mark == request.to_lsn else _fence(request.to_lsn))
 
 
@@ -359,7 +354,7 @@ def _with_dropped(rows: "DataFrame", shape: Shape, present: "DataFrame | None", 
         return rows
     taken = {name.lower() for name in shape.columns}
     kept = [field for field in present.schema.fields if field.name in names and field.name.lower() not in taken]
-    nulls = [F.lit(None).cast(field.dataType).alias(field.name) for field in kept]
+    nulls = [F.expr(null_of(field.dataType)).alias(field.name) for field in kept]
     return rows.select(*(F.col(quote(name)) for name in shape.columns), *nulls, COMMIT_LSN, TEXT)
 
 
@@ -418,7 +413,7 @@ def _as_target(rows: "DataFrame", target: StructType) -> "DataFrame":
     """`rows` with the target's columns; those that the source has dropped are null."""
     has = rows.columns
     return rows.select(
-        *(F.col(quote(field.name)) if field.name in has else F.lit(None).cast(field.dataType).alias(field.name) for field in target.fields)
+        *(F.col(quote(field.name)) if field.name in has else F.expr(null_of(field.dataType)).alias(field.name) for field in target.fields)
     )
 
 

@@ -1,8 +1,8 @@
 """The files of raw and of snapshots that a merge reads, as their Delta logs name them.
 
-Spark is given the files rather than the tables: both are only ever appended to, so a file is all there is to know, while Delta's own
-planning of a read runs queries over the whole log, which on a table of some rows cost more than the read itself (a third of a merge,
-measured).
+Spark is given a few files as they are rather than the table: both kinds of table are only ever appended to, so a file is all there is to
+know, while Delta's own planning of a read runs queries over the whole log, which on a table of some rows cost more than the read itself (a
+third of a merge, measured). About many files Spark would ask the store one by one, and the log knows them all.
 
 What is gone must not be taken for what never was: a file that is gone fails whoever reads it, while a commit of the log that is gone with
 it, or the whole table, fails nobody. So the rows that the log names are compared with those that the ledger counts.
@@ -18,7 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
 from pgwal_pipeline.errors import LakeError
-from pgwal_pipeline.lake.columns import WINDOW
+from pgwal_pipeline.lake.columns import WINDOW, null_of
 from pgwal_pipeline.lake.snapshots import GENERATION
 from pgwal_pipeline.lake.standing import open_current
 from pgwal_pipeline.lsn import window_key
@@ -27,20 +27,31 @@ from pgwal_pipeline.relation import TableName
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_FEW = 32
+"""Up to so many files Spark looks for them from where it plans; a job of its own would be started for more."""
+
 
 @dataclass(frozen=True)
 class Files:
-    """Files of the table at `table`, with their paths in it; `rows` is how many rows they have, None where the log does not say."""
+    """Files of the table at `table`: all of those with some keys of its partition column, which follow one another.
+
+    `paths` are theirs in the table; `rows` is how many rows they have, None where the log does not say.
+    """
 
     table: str
     schema: StructType
+    partition: str
+    keys: tuple[str, ...]
     paths: tuple[str, ...]
     rows: int | None
 
     def read(self, session: "SparkSession") -> "DataFrame":
         """Their rows, of the table's schema."""
         if not self.paths:
-            return session.range(0).select(*(F.lit(None).cast(field.dataType).alias(field.name) for field in self.schema.fields))
+            return session.range(0).select(*(F.expr(null_of(field.dataType)).alias(field.name) for field in self.schema.fields))
+        if len(self.paths) > _FEW:
+            whole = session.read.format("delta").load(self.table)
+            return whole.where(F.col(self.partition).between(min(self.keys), max(self.keys)))
         reader = session.read.schema(self.schema).option("basePath", self.table).option("__globPaths__", "false")
         return reader.parquet(*(f"{self.table}/{path}" for path in self.paths))
 
@@ -77,8 +88,8 @@ def _files(path: str, partition: str, wanted: Callable[[str], bool]) -> Files | 
     schema = StructType.fromJson(json.loads(table.schema().to_json()))
     named = pa.table(table.get_add_actions(flatten=True))
     if not named.num_rows:
-        return Files(path, schema, (), 0)
-    columns = zip(*(named[name].to_pylist() for name in (f"partition.{partition}", "path", "num_records")), strict=True)
-    found = [(file, rows) for key, file, rows in columns if wanted(str(key))]
-    counts = [rows for _, rows in found]
-    return Files(path, schema, tuple(file for file, _ in found), None if None in counts else sum(counts))
+        return Files(path, schema, partition, (), (), 0)
+    columns = (named[name].to_pylist() for name in (f"partition.{partition}", "path", "num_records"))
+    found = [(str(key), file, rows) for key, file, rows in zip(*columns, strict=True) if wanted(str(key))]
+    keys, paths, counts = zip(*found, strict=True) if found else ((), (), ())
+    return Files(path, schema, partition, keys, paths, None if None in counts else sum(counts))

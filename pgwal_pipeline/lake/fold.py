@@ -46,6 +46,7 @@ from pgwal_pipeline.lake.columns import (
     XID,
     key_parts,
     literal,
+    null_of,
     quote,
     same_types,
     text_of,
@@ -152,7 +153,7 @@ def _typed(has: StructType, name: str, kind: DataType) -> "Column":
     """The column `name` of raw as values of `kind`: those written in another type are of rows that a snapshot in `kind` has seen."""
     names = names_in_raw(name, kind.jsonValue())
     holder = next((held for held in names if held in has.names and same_types(has[held].dataType, kind)), None)
-    return F.lit(None).cast(kind).alias(name) if holder is None else F.col(quote(holder)).alias(name)
+    return F.expr(null_of(kind)).alias(name) if holder is None else F.col(quote(holder)).alias(name)
 
 
 def whole_rows(rows: "DataFrame", shape: Shape, *extra: "Column") -> "DataFrame":
@@ -239,7 +240,7 @@ def _followed(events: "DataFrame", shape: Shape) -> "DataFrame":
     )
     nothing = F.lit(None)
     gone = lives.where(F.col("_pgwal_is_last") & _ends()).select(
-        *(F.col(quote(name)) if name in shape.key else nothing.cast(events.schema[name].dataType).alias(name) for name in shape.columns),
+        *(F.col(quote(name)) if name in shape.key else F.expr(null_of(events.schema[name].dataType)).alias(name) for name in shape.columns),
         COMMIT_LSN,
         TEXT,
         F.lit(True).alias(GONE),

@@ -154,14 +154,15 @@ def test_inserts_alone(spark: "SparkSession", things: Path) -> None:
         assert watermark(str(things / name)) == 2000
 
 
-def test_many_windows_in_a_folder_of_any_name(spark: "SparkSession", tmp_path: Path) -> None:
+@pytest.mark.parametrize("windows", [2, 40])  # some files, and many
+def test_some_windows_in_a_folder_of_any_name(windows: int, spark: "SparkSession", tmp_path: Path) -> None:
     folder, columns = tmp_path / "a {y,z} *?#", {"id": INT, "body": TEXT}
     write_rows(folder / "snapshot", columns, [(1, "one")])
     replace(spark, replace_request(folder, 1000, PLAIN, [_BEFORE], key=["id"], columns=["id", "body"]))
-    for window in range(1, 42):
+    for window in range(windows + 2):
         write_events(folder / "raw", columns, [("I", window * 1000 + 1, 0, (window + 1, "new"))])
-    assert merge(spark, altered(next_window(folder), to_lsn=41_000)) == current.MergeResult(1, 40)
-    assert sorted(row["id"] for row in rows_of(folder / "current")) == [*range(1, 42)]
+    assert merge(spark, altered(next_window(folder), to_lsn=(windows + 1) * 1000)) == current.MergeResult(1, windows)
+    assert sorted(row["id"] for row in rows_of(folder / "current")) == [*range(1, windows + 2)]
 
 
 def test_keys_of_floating_point(spark: "SparkSession", tmp_path: Path) -> None:
@@ -294,6 +295,26 @@ def test_a_table_that_was_never_written_to(spark: "SparkSession", tmp_path: Path
     request = replace_request(tmp_path, 1000, PLAIN, [], key=["id"], columns=["id", "body"], current="events")
     replace(spark, altered(request, snapshot_path=str(tmp_path / "none")))
     assert values(tmp_path / "events", "id", "body") == [(1, "one")]
+
+
+def test_nulls_of_any_type_on_a_connect_server(spark_connect: "SparkSession", tmp_path: Path) -> None:
+    """The columns that nobody has values for: other readers know their types as well."""
+    columns = {"id": INT, "body": TEXT, "many": pa.list_(pa.string()), "price": pa.decimal128(9, 2)}
+    write_rows(tmp_path / "snapshot", columns, [])
+    first = replace_request(tmp_path, 1000, PLAIN, [_BEFORE], key=["id"], columns=[*columns])
+    replace(spark_connect, first)
+    types = DeltaTable(tmp_path / "current").schema()
+    assert [field.type.to_json() for field in types.fields][:2] == ['"integer"', '"string"']
+    known = DeltaTable(tmp_path / "snapshot").schema().to_json()
+    again = altered(first, snapshot_path=str(tmp_path / "none"), generation="g2", schema_json=known)
+    replace(spark_connect, altered(again, columns=("id",), keep=("body", "many", "price")))
+    assert DeltaTable(tmp_path / "current").schema() == types
+    write_events(tmp_path / "raw", {"id": INT}, [("I", 1500, 0, (1,)), ("T", 1500, 1, None), ("I", 1500, 2, (2,))])
+    merge(spark_connect, next_window(tmp_path, Traits(), columns=[*columns]))
+    assert rows_of(tmp_path / "current") == [
+        {"id": 2, "body": None, "many": None, "price": None, "_pgwal_commit_lsn": 1500, "_pgwal_text": None}
+    ]
+    assert DeltaTable(tmp_path / "current").schema() == types
 
 
 # --- upkeep ---

@@ -222,12 +222,15 @@ def test_three_hundred_tables_cost_a_few_queries(source_matrix: Source) -> None:
            end loop; end $$"""
     )
     source.sql("create publication p for all tables with (publish_via_partition_root)")
-    with dsn.connect(source.dsn) as conn:
-        before = _transactions(source)
-        assert len(catalog.tables_of(conn, "p")) == 300
-        assert len(candidates.candidate_tables(conn, "*.*")) == 300
-        conn.execute("select pg_stat_force_next_flush()")
-    assert _transactions(source) - before < 20  # each query is one
+    counted = []
+    for _ in range(3):  # autovacuum's own are among them, when it comes by
+        with dsn.connect(source.dsn) as conn:
+            before = _transactions(source)
+            assert len(catalog.tables_of(conn, "p")) == 300
+            assert len(candidates.candidate_tables(conn, "*.*")) == 300
+            conn.execute("select pg_stat_force_next_flush()")
+        counted.append(_transactions(source) - before)
+    assert min(counted) < 20, counted  # each query is one
 
 
 def _transactions(source: Source) -> int:
