@@ -17,7 +17,8 @@ from pyspark.sql.types import ArrayType, DataType, IntegerType, LongType, MapTyp
 
 from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake import bag, fold
-from pgwal_pipeline.lake.columns import CHUNK, COMMIT_LSN, GENERATION, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID, key_parts, null_of, quote
+from pgwal_pipeline.lake.columns import CHUNK, COMMIT_LSN, OP, ORDINAL, TEXT, UNCHANGED, XID, key_parts, null_of, quote
+from pgwal_pipeline.lake.files import no_rows
 from pgwal_pipeline.lake.fold import AT_LSN, AT_ORDINAL, BEFORE_ALL, ChunkSnapshot, Shape, Traits, Truncate
 
 if TYPE_CHECKING:
@@ -37,10 +38,9 @@ _CHUNK_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Source:
-    """A snapshot: its `generation`, what each chunk saw, and the LSN that its rows get. DataFrames are made in `spark`."""
+    """A snapshot: what each chunk saw, and the LSN that its rows get. DataFrames are made in `spark`."""
 
     spark: "SparkSession"
-    generation: str
     chunks: tuple[ChunkSnapshot, ...]
     lsn: int
 
@@ -76,13 +76,12 @@ def column_types(shape: Shape, snapshot: "DataFrame | None", raw: "DataFrame | N
 def no_events(spark: "SparkSession", types: StructType) -> "DataFrame":
     """Raw, of a table of which no event has ever come."""
     text, number = StringType(), LongType()
-    own = {OP: text, COMMIT_LSN: number, ORDINAL: number, XID: number, WINDOW: text, UNCHANGED: ArrayType(text), TEXT: MapType(text, text)}
-    return _empty(spark, types, own)
+    own = {OP: text, COMMIT_LSN: number, ORDINAL: number, XID: number, UNCHANGED: ArrayType(text), TEXT: MapType(text, text)}
+    return _none_of(spark, types, own)
 
 
-def _empty(spark: "SparkSession", types: StructType, own: Mapping[str, DataType]) -> "DataFrame":
-    kinds = {field.name: field.dataType for field in types.fields} | dict(own)
-    return spark.range(0).select(*(F.expr(null_of(kind)).alias(name) for name, kind in kinds.items()))
+def _none_of(spark: "SparkSession", types: StructType, own: Mapping[str, DataType]) -> "DataFrame":
+    return no_rows(spark, {field.name: field.dataType for field in types.fields} | dict(own))
 
 
 def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, types: StructType, truncate: Truncate | None) -> "DataFrame":
@@ -93,9 +92,7 @@ def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, ty
     """
     if snapshot is None:
         own = {COMMIT_LSN: LongType(), TEXT: MapType(StringType(), StringType()), _NUMBER: IntegerType()}
-        return _empty(source.spark, types, own)
-    if GENERATION in snapshot.columns:
-        snapshot = snapshot.where(F.col(GENERATION) == source.generation)
+        return _none_of(source.spark, types, own)
     standing = [number for number, chunk in enumerate(source.chunks) if truncate is None or chunk.snapshot.sees(truncate.xid)]
     known = source.chunk_table().where(F.col(_NUMBER).isin(standing)).select(_NUMBER, F.col(CHUNK).alias("_pgwal_attempt"))
     read = snapshot.join(F.broadcast(known), F.col(CHUNK) == F.col("_pgwal_attempt"))

@@ -28,7 +28,6 @@ WINDOW = "_pgwal_window"
 UNCHANGED = "_pgwal_unchanged"
 TEXT = "_pgwal_text"
 CHUNK = "_pgwal_chunk"
-GENERATION = "_pgwal_generation"
 
 
 def quote(name: str, alias: str = "") -> str:

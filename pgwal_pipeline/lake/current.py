@@ -161,8 +161,7 @@ def merge(spark: "SparkSession", request: MergeRequest) -> MergeResult:
             f"{request.table}: its current table {stands}, not at {format_lsn(request.from_lsn)}; is another publish at work? Try again."
         )
     changes = files.changes(request.raw_path, request.from_lsn, request.to_lsn)
-    if request.rows:
-        files.require(request.table, request.rows, {request.raw_path: changes})
+    files.require(request.table, request.rows, {request.raw_path: changes})
     if changes is None:
         raise LakeError(f"{request.table}: its raw table at {request.raw_path} is gone; restore it from a copy of the lake.")
     with isolated(spark, _MERGE_CONF | _conf(request.rows + written_rows(request.current_path))) as session:
@@ -326,7 +325,7 @@ def _replace(
             events = events.localCheckpoint()
         truncate = fold.last_truncate(events) if request.traits.truncated else None
         steps = fold.steps(events, shape, types, after=truncate)
-        source = base.Source(session, request.generation, request.chunks, request.snapshot_lsn)
+        source = base.Source(session, request.chunks, request.snapshot_lsn)
         rows = base.snapshot_rows(source, snapshot, shape, types, truncate)
         if few:
             rows = rows.localCheckpoint()
