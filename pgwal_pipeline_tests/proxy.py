@@ -1,9 +1,13 @@
 """A TCP proxy between the pipeline and its source that can be told to fail as networks do."""
 
+import fcntl
 import select
 import socket
 import struct
+import termios
 import threading
+import time
+from array import array
 from types import TracebackType
 from typing import Self
 
@@ -11,7 +15,7 @@ from typing import Self
 class Proxy:
     """Passes bytes on to `host:port` from a port of its own (`port`), until it is told otherwise. A context manager.
 
-    `cut_after`: each connection ends after so many bytes from the server; `reset` decides whether with a reset or in peace.
+    `cut_after`: each connection ends after so many bytes from the server have come; `reset` decides whether with a reset or in peace.
     `frozen`: nothing passes any more, though nothing ends. `refusing`: new connections are ended at once.
     """
 
@@ -64,8 +68,10 @@ class Proxy:
                     if ready is server:
                         came += len(data)
                         if self.cut_after is not None and came > self.cut_after:
+                            client.sendall(data[: max(0, len(data) - (came - self.cut_after))])
                             self.cuts += 1
                             if self.reset:
+                                _await_arrival(client)
                                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                             return
                     (client if ready is server else server).sendall(data)
@@ -74,3 +80,12 @@ class Proxy:
         finally:
             client.close()
             server.close()
+
+
+def _await_arrival(client: socket.socket) -> None:
+    """Wait until what was sent has come: a reset takes the rest away, and how much that is depends on how busy the machine is."""
+    waiting = array("i", [1])
+    deadline = time.monotonic() + 30
+    while waiting[0] and time.monotonic() < deadline:
+        fcntl.ioctl(client, termios.TIOCOUTQ, waiting)
+        time.sleep(0.001)

@@ -76,6 +76,7 @@ class ReplicationStream:
         self._poll.register(self._socket, select.POLLIN)
         self._warning: PGresult | None = None
         self._failure: PgwalError | None = None
+        self._rest: list[memoryview] = []
         now = time.monotonic()
         self._due = now + self._interval
         self._told = self._asked = 0.0
@@ -126,11 +127,12 @@ class ReplicationStream:
         """The next messages, each with its header of `HEADER_BYTES`; an empty list where none came.
 
         Gives what it has once that is `max_bytes` or 20,000 messages, when `timeout` is over, or when nothing more has come for a moment,
-        be it only a keepalive that moved `server_position`. Answers the server meanwhile. Raises SourceUnavailable when the stream ends or
-        breaks, PublicationMissing when the publication was not there at a point of the WAL, otherwise what `translate` makes of the error.
+        be it only a keepalive that moved `server_position`. Answers the server meanwhile. Raises, when all that came before has been
+        given, SourceUnavailable where the stream ended or broke, PublicationMissing where the publication was not there at a point of the
+        WAL, otherwise what `translate` makes of the error.
         """
         if self._failure is not None:
-            raise self._failure
+            return self._last_messages(self._failure)
         get, consume = self._pgconn.get_copy_data, self._pgconn.consume_input
         messages: list[memoryview] = []
         append = messages.append
@@ -157,7 +159,7 @@ class ReplicationStream:
                 else:
                     length = 1
                 if length < 0:
-                    raise self._end(None)
+                    return self._last_messages(self._end(None, messages))
                 now = time.monotonic()
                 if size > had:
                     self._heard = now
@@ -178,7 +180,7 @@ class ReplicationStream:
                 for _ in repeat(None, self._calls):
                     consume()
         except psycopg.Error as error:
-            raise self._end(error) from error
+            return self._last_messages(self._end(error, messages))
         finally:
             self._looked = time.monotonic()
 
@@ -189,15 +191,17 @@ class ReplicationStream:
         """
         self._confirmed = max(self._confirmed, lsn)
         self._tell(ask=False)
+        if self._failure is not None:
+            raise self._failure
 
     def request_reply(self) -> None:
-        """Ask the server for a keepalive, and so for its position. Raises SourceUnavailable."""
+        """Ask the server for a keepalive, and so for its position. A connection that is gone is told of by `read`, after what it brought."""
         self._tell(ask=True)
 
     def keep_alive(self) -> None:
         """Report to the server if it is time to; to be called several times a second by who holds the stream without reading.
 
-        Nothing is read. Raises SourceUnavailable when the connection is gone.
+        A connection that is gone is told of by `read`, after what it brought.
         """
         self._looked = self._heard = time.monotonic()
         if self._looked >= self._due:
@@ -234,11 +238,11 @@ class ReplicationStream:
 
     def _tell(self, *, ask: bool) -> None:
         if self._failure is not None:
-            raise self._failure
+            return
         try:
             self._report(ask=ask)
         except psycopg.Error as error:
-            raise self._end(error) from error
+            self._end(error, [])
 
     def _report(self, *, ask: bool) -> None:
         """Send a status update; `ask` for an answer to it."""
@@ -269,24 +273,39 @@ class ReplicationStream:
             )
         )
 
-    def _end(self, error: psycopg.Error | None) -> PgwalError:
-        """What to raise now that no more messages can be had; the server's last words come before libpq's `error`."""
+    def _last_messages(self, failure: PgwalError) -> list[memoryview]:
+        """What a stream that has failed still brought, once; then the failure is raised."""
+        if not self._rest:
+            raise failure
+        rest, self._rest = self._rest, []
+        return rest
+
+    def _end(self, error: psycopg.Error | None, messages: list[memoryview]) -> PgwalError:
+        """What to raise now that nothing more comes: the server's last words rather than libpq's `error`.
+
+        `messages`, and those that libpq has read already, are left for `_last_messages`.
+        """
+        self._rest = messages
         with suppress(psycopg.Error):
-            while self._pgconn.get_copy_data(1)[0] > 0:
-                pass
+            while (came := self._pgconn.get_copy_data(1))[0] > 0:
+                if came[0] >= HEADER_BYTES:
+                    self._rest.append(came[1])
         result = self._pgconn.get_result()
+        failure = self._said(error, result)
+        failure.__cause__ = error
+        return self._fail(failure)
+
+    def _said(self, error: psycopg.Error | None, result: PGresult | None) -> PgwalError:
         if result is not None and result.status == ExecStatus.FATAL_ERROR:
             said = errors.error_from_result(result)
             error = said if said.sqlstate or error is None else error
         if error is None:
-            return self._fail(
-                SourceUnavailable(
-                    f"The source ended the stream of slot {self.slot}, as it does when it shuts down; run it again when it is back."
-                )
+            return SourceUnavailable(
+                f"The source ended the stream of slot {self.slot}, as it does when it shuts down; run it again when it is back."
             )
         if error.sqlstate == "42704":
             return self._missing_publication()
-        return self._fail(translate(error, f"reading slot {self.slot}"))
+        return translate(error, f"reading slot {self.slot}")
 
     def _fail(self, failure: PgwalError) -> PgwalError:
         self._failure = self._failure or failure

@@ -2,12 +2,11 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from pgwal_pipeline.errors import PgwalError, SlotBusy, SlotLost, SourceRefused,
 from pgwal_pipeline.local.postgres import Postgres, servers
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.postgres.stream import HEADER_BYTES, ReplicationStream, start_command
+from pgwal_pipeline_tests.proxy import Proxy
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
 SLOT = "stream_test"
@@ -301,59 +301,50 @@ def test_a_publication_that_was_missing_at_a_point_of_the_wal_is_a_gap(source_ma
         read_until(stream, flushed(source))
 
 
-class Proxy:
-    """A TCP connection to the server through here, that can go deaf and dumb while it stays open."""
-
-    def __init__(self, dsn: str) -> None:
-        parts = conninfo_to_dict(dsn)
-        self._target = (str(parts["host"]), int(str(parts["port"])))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.dsn = make_conninfo(**{**parts, "port": self._listener.getsockname()[1]})
-        self.passing = threading.Event()
-        self.passing.set()
-        self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
-                self._sockets += [client, server]
-                for here, there in ((client, server), (server, client)):
-                    threading.Thread(target=self._pass, args=(here, there), daemon=True).start()
-
-    def _pass(self, here: socket.socket, there: socket.socket) -> None:
-        with suppress(OSError):
-            while data := here.recv(65536):
-                self.passing.wait()
-                there.sendall(data)
-            there.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        self.passing.set()
-        for one in (self._listener, *self._sockets):
-            one.close()
-
-
 @contextmanager
-def proxied(source: Source) -> Iterator[Proxy]:
-    proxy = Proxy(source.dsn)
-    try:
-        yield proxy
-    finally:
-        proxy.close()
+def proxied(source: Source) -> Iterator[tuple[Proxy, str]]:
+    """A proxy to the server, and the DSN that leads through it."""
+    parts = conninfo_to_dict(source.dsn)
+    with Proxy(str(parts["host"]), int(str(parts["port"]))) as proxy:
+        yield proxy, make_conninfo(**{**parts, "port": proxy.port, "sslmode": "disable"})
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "keep_alive", "request_reply"])
+@pytest.mark.parametrize("reset", [False, True])
+def test_what_came_before_the_connection_broke_is_read_first(source: Source, *, reset: bool, meanwhile: str) -> None:
+    name = prepare(source)
+    source.sql("insert into item select n, repeat('x', 100) from generate_series(1, 1000) n")
+    cut = 24_000  # bytes: fits into any socket
+    with proxied(source) as (proxy, dsn):
+        proxy.reset, proxy.cut_after = reset, cut
+        with open_stream(source, name, dsn=dsn) as stream:
+            wait_for(lambda: proxy.cuts == 1, what="the connection to end")
+            if meanwhile != "nothing":
+                stream._due = 0.0
+                for _ in range(3):
+                    getattr(stream, meanwhile)()
+                    time.sleep(0.05)
+            came = 0
+            with pytest.raises(SourceUnavailable):
+                while True:
+                    messages = stream.read(5_000, 0.1)
+                    assert set(kinds(messages)) <= set("RBI")
+                    came += sum(map(len, messages))
+            # Each message has five bytes of its own before it, and the session's beginning counts as well.
+            assert came > cut * 0.9 - 6000
+            with pytest.raises(SourceUnavailable):
+                stream.confirm(1)
 
 
 def test_a_connection_that_died_without_a_word(source: Source) -> None:
     name = prepare(source)
-    with proxied(source) as proxy, open_stream(source, name, dsn=proxy.dsn) as stream:
+    with proxied(source) as (proxy, dsn), open_stream(source, name, dsn=dsn) as stream:
         source.sql("insert into item values (1, 'a')")
         read_until(stream, flushed(source))
         stream.silence_limit = 1.0
         # Another connection gets through: it is this one that is dead.
         stream.dsn = source.dsn
-        proxy.passing.clear()
+        proxy.frozen.set()
         started = time.monotonic()
         with pytest.raises(SourceUnavailable, match="connection is dead"):
             read_until(stream, 1 << 60)
