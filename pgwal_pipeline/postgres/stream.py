@@ -195,7 +195,7 @@ class ReplicationStream:
             raise self._failure
 
     def request_reply(self) -> None:
-        """Ask the server for a keepalive, and so for its position. A connection that is gone is told of by `read`, after what it brought."""
+        """Ask the server for a keepalive, and so for its position. Of a connection that is gone, `read` tells."""
         self._tell(ask=True)
 
     def keep_alive(self) -> None:
