@@ -433,7 +433,7 @@ def test_a_window_that_cannot_be_read_stops_the_drain_and_keeps_the_others(
 
 @pytest.mark.parametrize("pattern", ["{slot}", "{slot}_w_%"])
 def test_a_connection_that_breaks(pattern: str, source: Source, make_pipeline: MakePipeline, tmp_path: Path) -> None:
-    """The slot's own one, and a copy's: the other windows are read to their ends, and that one once more."""
+    """The slot's own one, and a copy's: the other windows are read to their ends, and that one from where it broke."""
     source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
     pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
     fill(source, transactions=40)
@@ -457,7 +457,7 @@ def test_a_connection_that_breaks(pattern: str, source: Source, make_pipeline: M
         ended.set()
         thread.join()
     assert broken
-    assert len(report.windows) == 3
+    assert len(report.windows) in (3, 4)
     other.drain(pipeline.ledger.frontier())
     assert_same_raw(pipeline, other, "public.t")
     assert_settled(pipeline)

@@ -5,7 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from pgwal_pipeline.errors import SourceUnavailable
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_connections import assert_raw_is_whole, at_reads, drained, fill, prepared
+from pgwal_pipeline_tests.pipeline.test_connections import assert_raw_is_whole, at_reads, drained, fill, prepared, proxied, tcp
+from pgwal_pipeline_tests.proxy import Proxy
 from pgwal_pipeline_tests.support import Source
 
 _NAME = "source.example"
@@ -53,20 +54,24 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Names:
     return names
 
 
-def by_name(source: Source) -> str:
-    """The source's DSN with a name that only `names` knows."""
-    return make_conninfo(**{**conninfo_to_dict(source.dsn), "host": _NAME})
+@pytest.fixture
+def proxy(source: Source) -> Iterator[Proxy]:
+    """Stands before the source, and ends each connection that has brought a part of what there is to read."""
+    with Proxy(*tcp(source)) as proxy:
+        proxy.cut_after = 900_000
+        yield proxy
 
 
-def cut_off(source: Source) -> None:
-    source.sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'walsender'")
+def by_name(source: Source, proxy: Proxy) -> str:
+    """The DSN of the source behind `proxy`, with a name that only `names` knows."""
+    return make_conninfo(**{**conninfo_to_dict(proxied(source, proxy)), "host": _NAME})
 
 
 def test_a_name_that_is_not_found_for_a_while(
-    source: Source, make_pipeline: Callable[..., Pipeline], names: Names, monkeypatch: pytest.MonkeyPatch
+    source: Source, proxy: Proxy, make_pipeline: Callable[..., Pipeline], names: Names, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(source)
-    pipeline = make_pipeline(source_dsn=by_name(source), memory_budget="1MB")
+    pipeline = make_pipeline(source_dsn=by_name(source, proxy), memory_budget="1MB")
     drains.bootstrap(pipeline.settings, progress=Silent())
     fill(source, 60)
     outages = [_UNKNOWN, _NO_ANSWER]
@@ -74,7 +79,6 @@ def test_a_name_that_is_not_found_for_a_while(
     def forget(passed: int) -> None:
         if passed > 4 and outages and not names.times:
             names.failure, names.times = outages.pop(), 3
-            cut_off(source)
 
     at_reads(monkeypatch, forget)
     report = drained(pipeline)
@@ -87,27 +91,26 @@ def test_a_name_that_is_not_found_for_a_while(
 
 
 def test_a_name_that_is_never_found_again(
-    source: Source, make_pipeline: Callable[..., Pipeline], names: Names, monkeypatch: pytest.MonkeyPatch
+    source: Source, proxy: Proxy, make_pipeline: Callable[..., Pipeline], names: Names, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drains, "_PATIENCE", 0.5)
     prepared(source)
-    pipeline = make_pipeline(source_dsn=by_name(source), memory_budget="1MB")
+    pipeline = make_pipeline(source_dsn=by_name(source, proxy), memory_budget="1MB")
     drains.bootstrap(pipeline.settings, progress=Silent())
     fill(source, 60)
 
     def forget(passed: int) -> None:
         if passed == 8:
             names.times = 1 << 30
-            cut_off(source)
 
     at_reads(monkeypatch, forget)
     with pytest.raises(SourceUnavailable) as caught:
         pipeline.drain()
     monkeypatch.setattr(failpoints, "hit", lambda name: None)
-    user, port, database = source.sql("SELECT user, current_setting('port'), current_database()")[0]
+    user, database = source.sql("SELECT user, current_database()")[0]
     sentence = (
-        f"The source {user}@{_NAME}:{port}/{database} cannot be reached: its host name is not known; check PGWAL_SOURCE_DSN and that the "
-        f"server is up."
+        f"The source {user}@{_NAME}:{proxy.port}/{database} cannot be reached: its host name is not known; check PGWAL_SOURCE_DSN and that "
+        f"the server is up."
     )
     assert str(caught.value) == sentence
     plan = pipeline.ledger.plan()
@@ -129,9 +132,8 @@ def test_a_name_that_is_never_found_again(
 # In a mount namespace of its own this process has an /etc/hosts of its own, and asks no name server but one that is not there.
 _OWN_NAMES = 'mount --bind "$1" /etc/hosts && mount --bind "$2" /etc/nsswitch.conf && mount --bind "$3" /etc/resolv.conf && shift 3 && "$@"'
 _DRAIN = """
-import json, sys
+import json
 from pathlib import Path
-import psycopg
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import SourceUnavailable
 from pgwal_pipeline.pipeline import drain as drains
@@ -152,11 +154,6 @@ def hit(name):
     passed += name == "drain.read"
     if name == "drain.read" and passed > 4 and Path("/etc/hosts").read_text():
         Path("/etc/hosts").write_text("")
-        with psycopg.connect(sys.argv[1], autocommit=True) as conn:
-            conn.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                "WHERE datname = current_database() AND backend_type = 'walsender'"
-            )
 
 failpoints.hit, drains._PAUSE, drains._PATIENCE = hit, 0.05, 1.5
 told = Silent()
@@ -168,7 +165,9 @@ except SourceUnavailable as error:
 """
 
 
-def test_a_name_that_the_machine_itself_does_not_find(source: Source, make_pipeline: Callable[..., Pipeline], tmp_path: Path) -> None:
+def test_a_name_that_the_machine_itself_does_not_find(
+    source: Source, proxy: Proxy, make_pipeline: Callable[..., Pipeline], tmp_path: Path
+) -> None:
     """As the two above, by the resolver that every program of the machine asks."""
     files = {
         "hosts": f"127.0.0.1 {_NAME}\n",
@@ -184,8 +183,8 @@ def test_a_name_that_the_machine_itself_does_not_find(source: Source, make_pipel
     pipeline = make_pipeline(memory_budget="1MB")
     drains.bootstrap(pipeline.settings, progress=Silent())
     fill(source, 60)
-    environment = pipeline.environment(PGWAL_SOURCE_DSN=by_name(source), PGWAL_MEMORY_BUDGET="1MB")
-    command = [*inside, sys.executable, "-c", _DRAIN, source.dsn]
+    environment = pipeline.environment(PGWAL_SOURCE_DSN=by_name(source, proxy), PGWAL_MEMORY_BUDGET="1MB")
+    command = [*inside, sys.executable, "-c", _DRAIN]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     said = [json.loads(line) for line in done.stdout.splitlines()]
@@ -193,7 +192,7 @@ def test_a_name_that_the_machine_itself_does_not_find(source: Source, make_pipel
     assert said[-1].startswith("ended: The source ")
     assert f"@{_NAME}:" in said[-1]
     assert "its host name is not known" in said[-1]
-    assert len([line for line in said if "terminating connection" in line]) == 2, said
+    assert len([line for line in said if "was lost while reading" in line]) == 2, said
     # What came whole before the second break is not counted yet, if anything did.
     plan = pipeline.ledger.plan()
     reads = {} if plan is None else pipeline.ledger.reads(plan)
