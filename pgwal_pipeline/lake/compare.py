@@ -17,8 +17,9 @@ from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.bag import with_texts
 from pgwal_pipeline.lake.columns import TEXT, exact_row, key_parts, same_types
 from pgwal_pipeline.lake.delta import lake_errors
-from pgwal_pipeline.lake.isolation import failures
+from pgwal_pipeline.lake.isolation import conf_for, failures, isolated
 from pgwal_pipeline.lake.layout import filesystem, storage_options
+from pgwal_pipeline.lake.standing import written_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -44,34 +45,36 @@ class Comparison:
 
 def compare(
     spark: "SparkSession",
-    expected: "DataFrame | str",
-    actual: "DataFrame | str",
+    expected: str,
+    actual: str,
     version: int | None = None,
     *,
     key: Sequence[str],
     columns: Sequence[str] | None = None,
 ) -> Comparison:
-    """Compare `actual` with `expected` by `key`, or as bags of rows where it is empty; each is a DataFrame or the path of a Delta table.
+    """Compare `actual` with `expected`, the paths of two Delta tables, by `key`, or as bags of rows where it is empty.
 
-    `version` is that of `actual`, when it is a path. `columns` are compared, all of the expected ones unless given, and their texts in
-    `_pgwal_text` where both have it. Raises LakeError for a column that `actual` lacks or has with another type, or when Spark fails.
+    `version` is that of `actual`, the newest one by default. `columns` are compared, all of the expected ones unless given, and their
+    texts in `_pgwal_text` where both have it. Raises LakeError for a column that `actual` lacks or has with another type, or when Spark
+    fails.
     """
-    ours = _read(spark, expected, None)
-    theirs = _read(spark, actual, version)
-    names = [name for name in (ours.columns if columns is None else columns) if name != TEXT]
-    identity = with_texts if TEXT in ours.columns and TEXT in theirs.columns else exact_row
-    _check(ours.schema, theirs.schema, names)
-    with failures("comparing"):
-        sides = _side(ours, identity(ours.schema, names), key, 1).unionByName(_side(theirs, identity(theirs.schema, names), key, 0))
-        groups = sides.groupBy("row_key").agg(
-            F.sum("expected").alias("wanted"),
-            F.sum(1 - F.col("expected")).alias("found"),
-            F.min("row").alias("least"),
-            F.max("row").alias("most"),
-        )
-        short, over = F.greatest(F.col("wanted") - F.col("found"), F.lit(0)), F.greatest(F.col("found") - F.col("wanted"), F.lit(0))
-        differs = (F.col("wanted") > 0) & (F.col("found") > 0) & (F.col("least") != F.col("most"))
-        counts = groups.agg(F.sum("wanted"), F.sum(short), F.sum(over), F.sum(differs.cast("int"))).collect()[0]
+    with isolated(spark, conf_for(written_rows(expected) + written_rows(actual))) as session:
+        ours = _read(session, expected, None)
+        theirs = _read(session, actual, version)
+        names = [name for name in (ours.columns if columns is None else columns) if name != TEXT]
+        identity = with_texts if TEXT in ours.columns and TEXT in theirs.columns else exact_row
+        _check(ours.schema, theirs.schema, names)
+        with failures("comparing"):
+            sides = _side(ours, identity(ours.schema, names), key, 1).unionByName(_side(theirs, identity(theirs.schema, names), key, 0))
+            groups = sides.groupBy("row_key").agg(
+                F.sum("expected").alias("wanted"),
+                F.sum(1 - F.col("expected")).alias("found"),
+                F.min("row").alias("least"),
+                F.max("row").alias("most"),
+            )
+            short, over = F.greatest(F.col("wanted") - F.col("found"), F.lit(0)), F.greatest(F.col("found") - F.col("wanted"), F.lit(0))
+            differs = (F.col("wanted") > 0) & (F.col("found") > 0) & (F.col("least") != F.col("most"))
+            counts = groups.agg(F.sum("wanted"), F.sum(short), F.sum(over), F.sum(differs.cast("int"))).collect()[0]
     return Comparison(*(count or 0 for count in counts))
 
 
@@ -89,9 +92,7 @@ def remove(path: str) -> None:
             found.delete_dir_contents("", accept_root_dir=True, missing_dir_ok=True)
 
 
-def _read(spark: "SparkSession", table: "DataFrame | str", version: int | None) -> "DataFrame":
-    if not isinstance(table, str):
-        return table
+def _read(spark: "SparkSession", table: str, version: int | None) -> "DataFrame":
     reader = spark.read.format("delta")
     with failures(table):
         return (reader if version is None else reader.option("versionAsOf", version)).load(table)

@@ -21,7 +21,7 @@ from pgwal_pipeline.lake import bag, base, files, fold, statements
 from pgwal_pipeline.lake.columns import COMMIT_LSN, TEXT, null_of, quote, same_types
 from pgwal_pipeline.lake.files import Files
 from pgwal_pipeline.lake.fold import ANYTHING, ChunkSnapshot, Shape, Traits, Unresolved
-from pgwal_pipeline.lake.isolation import failures, isolated, table_failures
+from pgwal_pipeline.lake.isolation import conf_for, failures, few, isolated, table_failures
 from pgwal_pipeline.lake.standing import (
     FENCE,
     GENERATION,
@@ -60,14 +60,6 @@ __all__ = [
 
 _SPAN_ROWS = 2_000_000
 """From this size of a target on, looking for the changes' smallest and largest key costs less than reading all of the target's keys."""
-_FEW_ROWS = 200_000
-"""Up to about so many rows, compiling a query takes longer than running it does."""
-_INTERPRETED = {
-    "spark.sql.codegen.wholeStage": "false",
-    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-    "spark.sql.adaptive.enabled": "false",
-    "spark.databricks.delta.merge.deletionVectors.persistent": "false",
-}
 _VIEW = "pgwal_changes"
 _MERGE_CONF = {
     # Delta reads the source of a MERGE three times: folded anew each time otherwise.
@@ -164,7 +156,7 @@ def merge(spark: "SparkSession", request: MergeRequest) -> MergeResult:
     files.require(request.table, request.rows, {request.raw_path: changes})
     if changes is None:
         raise LakeError(f"{request.table}: its raw table at {request.raw_path} is gone; restore it from a copy of the lake.")
-    with isolated(spark, _MERGE_CONF | _conf(request.rows + written_rows(request.current_path))) as session:
+    with isolated(spark, _MERGE_CONF | conf_for(request.rows + written_rows(request.current_path))) as session:
         return _merge(session, request, changes)
 
 
@@ -185,25 +177,20 @@ def replace(spark: "SparkSession", request: ReplaceRequest) -> MergeResult:
     changes = files.changes(request.raw_path, request.from_lsn, request.to_lsn)
     snapshot = files.snapshot(request.snapshot_path, request.generation)
     files.require(request.table, request.rows, {request.snapshot_path: snapshot, request.raw_path: changes})
-    with isolated(spark, _conf(request.rows)) as session:
+    with isolated(spark, conf_for(request.rows)) as session:
         return _replace(session, request, snapshot, changes, {} if mark == request.to_lsn else _fence(request.to_lsn))
-
-
-def _conf(rows: int) -> dict[str, str]:
-    """Settings for work on about so many rows: with few of them the time is Spark's own (half of it, measured on tables of some rows)."""
-    return _INTERPRETED if rows <= _FEW_ROWS else {}
 
 
 def optimize(spark: "SparkSession", path: str) -> int:
     """Write small files together, and files with many deleted rows anew; returns the version then. Not beside a merge of the table."""
-    with isolated(spark, _conf(written_rows(path))) as session, failures(path):
+    with isolated(spark, conf_for(written_rows(path))) as session, failures(path):
         session.sql(f"OPTIMIZE {statements.table_at(path)}").collect()
     return version(path)
 
 
 def vacuum(spark: "SparkSession", path: str, retention_hours: float) -> None:
     """Delete the files that no version of the last `retention_hours` needs; older versions cannot be read afterwards."""
-    with isolated(spark, _conf(written_rows(path))) as session, failures(path):
+    with isolated(spark, conf_for(written_rows(path))) as session, failures(path):
         _keep_readable(session, path, max(math.ceil(retention_hours), _HISTORY_HOURS))
         session.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
         # Otherwise the table's property counts, whatever RETAIN says.
@@ -320,14 +307,14 @@ def _replace(
         known = None if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
         types = base.column_types(shape, snapshot, raw) if known is None else known
         events = fold.between(raw if raw is not None else base.no_events(session, types), request.from_lsn, request.to_lsn)
-        few = request.rows <= _FEW_ROWS
-        if few:
+        short = few(request.rows)
+        if short:
             events = events.localCheckpoint()
         truncate = fold.last_truncate(events) if request.traits.truncated else None
         steps = fold.steps(events, shape, types, after=truncate)
         source = base.Source(session, request.chunks, request.snapshot_lsn)
         rows = base.snapshot_rows(source, snapshot, shape, types, truncate)
-        if few:
+        if short:
             rows = rows.localCheckpoint()
         if shape.key:
             whole, lacking = base.rows_of_keys(source, rows, steps, shape, request.traits)

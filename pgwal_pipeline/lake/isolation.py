@@ -21,10 +21,28 @@ _UNREADABLE = re.compile(
     r"FAILED_READ_FILE|PATH_NOT_FOUND|DELTA_TRUNCATED_TRANSACTION_LOG|DELTA_VERSIONS_NOT_CONTIGUOUS|DELTA_FILE_NOT_FOUND"
 )
 _CLASS_NAMES = re.compile(r"^(?::?\s*\(?[a-z]\w*(?:\.[\w$]+)+\)?:?\s+)+")
+_FEW_ROWS = 200_000
+"""Up to about so many rows, compiling a query takes longer than running it does."""
+_INTERPRETED = {
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.databricks.delta.merge.deletionVectors.persistent": "false",
+}
 _SHOWN = 20
 """How many of the rows that lack a value are named in the error."""
 _KEYS = 1000
 """How many keys of such rows are gathered, for them to be read again one by one."""
+
+
+def few(rows: int) -> bool:
+    """Whether Spark's own time is more than half of what work on about so many rows takes (measured on tables of some rows)."""
+    return rows <= _FEW_ROWS
+
+
+def conf_for(rows: int) -> dict[str, str]:
+    """Settings for a session (`isolated`) that works on about so many rows."""
+    return _INTERPRETED if few(rows) else {}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgwal_pipeline.lake import current as currents
+from pgwal_pipeline.lake import isolation
 from pgwal_pipeline.lake.current import Traits, merge, replace
 from pgwal_pipeline_tests.lake.model import COLUMNS, KEY, KEYS, WINDOW_BYTES, WINDOW_TIME, Case, write_raw, write_snapshot
 from pgwal_pipeline_tests.lake.publishing import GENERATION, merge_request, replace_request, rows_of
@@ -194,7 +194,7 @@ def test_rules(spark: "SparkSession", tmp_path: Path, monkeypatch: pytest.Monkey
     nothing, followed = Traits(False, False, False), Traits(truncated=False)
     replace(spark, replace_request(tmp_path, WINDOW_BYTES, nothing, chunks, key=KEY, columns=COLUMNS))
     # As for many rows: with compiled code.
-    monkeypatch.setattr(currents, "_FEW_ROWS", -1)
+    monkeypatch.setattr(isolation, "_FEW_ROWS", -1)
     merge(spark, merge_request(tmp_path, WINDOW_BYTES, 10 * WINDOW_BYTES, followed, key=KEY, columns=COLUMNS))
     replace(spark, replace_request(tmp_path, 10 * WINDOW_BYTES, followed, chunks, key=KEY, columns=COLUMNS, current="replaced"))
     wanted = {example.name: example.after for example in EXAMPLES}
