@@ -80,6 +80,10 @@ FOLLOWED_ON = (
 )
 
 
+# Those of them that no test below makes.
+SOME = ("drop_add_type", "narrow", "key_dropped", "key_changed", "identity", "made_anew", "truncate")
+
+
 def run(source: Source, statements: str, table: str) -> None:
     """Each statement is a transaction of its own."""
     for statement in statements.replace("{t}", table).split("; "):
@@ -124,8 +128,17 @@ def alter(source: Source, tables: Mapping[str, tuple[str, bool, bool]]) -> None:
             run(source, MORE, table)
 
 
-def test_only_what_the_stream_does_not_tell_is_read_again(source: Source, make_pipeline: Callable[..., Pipeline]) -> None:
-    kinds = {"before": (True, False), "after": (False, True), "both": (True, True), "neither": (False, False)}
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"both": (True, True), "neither": (False, False)},
+        pytest.param({"before": (True, False), "after": (False, True)}, marks=pytest.mark.soak),
+    ],
+    ids=["both_neither", "before_after"],
+)
+def test_only_what_the_stream_does_not_tell_is_read_again(
+    kinds: Mapping[str, tuple[bool, bool]], source: Source, make_pipeline: Callable[..., Pipeline]
+) -> None:
     pipeline = make_pipeline()
     tables = altered_tables(source, CHANGES, kinds)
     drains.bootstrap(pipeline.settings, progress=Silent())
@@ -142,7 +155,7 @@ def test_only_what_the_stream_does_not_tell_is_read_again(source: Source, make_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("changes", [FOLLOWED_ON, pytest.param(tuple(CHANGES), marks=pytest.mark.soak)], ids=["some", "all"])
+@pytest.mark.parametrize("changes", [SOME, pytest.param(tuple(CHANGES), marks=pytest.mark.soak)], ids=["some", "all"])
 def test_altered_between_runs(changes: tuple[str, ...], source: Source, pipeline: Pipeline) -> None:
     tables = altered_tables(source, changes, {"both": (True, True)})
     pipeline.sync()
@@ -152,7 +165,7 @@ def test_altered_between_runs(changes: tuple[str, ...], source: Source, pipeline
     pipeline.assert_current(*(f"public.{table}" for table in tables))
     after = generations(pipeline)
     assert {table for table in tables if before[table] != after[table]} == {table for table in tables if CHANGES[tables[table][0]][1]}
-    for change in FOLLOWED_ON:
+    for change in set(FOLLOWED_ON).intersection(changes):
         run(source, "UPDATE {t} SET id = id + 1000 WHERE id = 1; DELETE FROM {t} WHERE id = 3", f"{change}_both")
     converge(pipeline)
     pipeline.assert_current(*(f"public.{table}" for table in tables))
