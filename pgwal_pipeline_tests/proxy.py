@@ -11,6 +11,10 @@ from array import array
 from types import TracebackType
 from typing import Self
 
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from pgwal_pipeline_tests.support import Source
+
 
 class Proxy:
     """Passes bytes on to `host:port` from a port of its own (`port`), until it is told otherwise. A context manager.
@@ -80,6 +84,18 @@ class Proxy:
         finally:
             client.close()
             server.close()
+
+
+def tcp(source: Source) -> tuple[str, int]:
+    """The host and the port of the source."""
+    parts = conninfo_to_dict(source.dsn)
+    return str(parts["host"]), int(parts["port"] or 5432)
+
+
+def proxied(source: Source, proxy: Proxy) -> str:
+    """The source's DSN by way of `proxy`."""
+    parts = conninfo_to_dict(source.dsn)
+    return make_conninfo(**{**parts, "host": "127.0.0.1", "port": str(proxy.port), "sslmode": "disable"})
 
 
 def _await_arrival(client: socket.socket) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 import psycopg
 import pytest
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import SourceUnavailable
@@ -23,7 +23,7 @@ from pgwal_pipeline.pipeline.reports import DrainReport
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.proxy import Proxy
+from pgwal_pipeline_tests.proxy import Proxy, proxied, tcp
 from pgwal_pipeline_tests.support import Source, fresh_source, no_room
 
 MakePipeline = Callable[..., Pipeline]
@@ -120,16 +120,6 @@ def test_terminated_again_and_again(
     assert report.warnings
     assert all("goes on from there" in warning for warning in report.warnings)
     assert assert_raw_is_whole(source, pipeline.settings.lake) == report.changes
-
-
-def proxied(source: Source, proxy: Proxy) -> str:
-    parts = conninfo_to_dict(source.dsn)
-    return make_conninfo(**{**parts, "host": "127.0.0.1", "port": str(proxy.port), "sslmode": "disable"})
-
-
-def tcp(source: Source) -> tuple[str, int]:
-    parts = conninfo_to_dict(source.dsn)
-    return str(parts["host"]), int(parts["port"] or 5432)
 
 
 @pytest.mark.parametrize("reset", [False, True])

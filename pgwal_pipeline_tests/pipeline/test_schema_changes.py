@@ -165,7 +165,7 @@ def test_altered_between_runs(changes: tuple[str, ...], source: Source, pipeline
     pipeline.assert_current(*(f"public.{table}" for table in tables))
     after = generations(pipeline)
     assert {table for table in tables if before[table] != after[table]} == {table for table in tables if CHANGES[tables[table][0]][1]}
-    for change in set(FOLLOWED_ON).intersection(changes):
+    for change in (change for change in FOLLOWED_ON if change in changes):
         run(source, "UPDATE {t} SET id = id + 1000 WHERE id = 1; DELETE FROM {t} WHERE id = 3", f"{change}_both")
     converge(pipeline)
     pipeline.assert_current(*(f"public.{table}" for table in tables))

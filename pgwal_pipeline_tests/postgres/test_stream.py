@@ -5,18 +5,18 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 
 from pgwal_pipeline.errors import PgwalError, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
 from pgwal_pipeline.local.postgres import Postgres, servers
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.postgres.stream import HEADER_BYTES, ReplicationStream, start_command
-from pgwal_pipeline_tests.proxy import Proxy
+from pgwal_pipeline_tests.proxy import Proxy, proxied, tcp
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
 SLOT = "stream_test"
@@ -301,23 +301,15 @@ def test_a_publication_that_was_missing_at_a_point_of_the_wal_is_a_gap(source_ma
         read_until(stream, flushed(source))
 
 
-@contextmanager
-def proxied(source: Source) -> Iterator[tuple[Proxy, str]]:
-    """A proxy to the server, and the DSN that leads through it."""
-    parts = conninfo_to_dict(source.dsn)
-    with Proxy(str(parts["host"]), int(str(parts["port"]))) as proxy:
-        yield proxy, make_conninfo(**{**parts, "port": proxy.port, "sslmode": "disable"})
-
-
 @pytest.mark.parametrize("meanwhile", ["nothing", "keep_alive", "request_reply"])
 @pytest.mark.parametrize("reset", [False, True])
 def test_what_came_before_the_connection_broke_is_read_first(source: Source, *, reset: bool, meanwhile: str) -> None:
     name = prepare(source)
     source.sql("insert into item select n, repeat('x', 100) from generate_series(1, 1000) n")
     cut = 24_000  # bytes: fits into any socket
-    with proxied(source) as (proxy, dsn):
+    with Proxy(*tcp(source)) as proxy:
         proxy.reset, proxy.cut_after = reset, cut
-        with open_stream(source, name, dsn=dsn) as stream:
+        with open_stream(source, name, dsn=proxied(source, proxy)) as stream:
             wait_for(lambda: proxy.cuts == 1, what="the connection to end")
             if meanwhile != "nothing":
                 stream._due = 0.0
@@ -338,7 +330,7 @@ def test_what_came_before_the_connection_broke_is_read_first(source: Source, *, 
 
 def test_a_connection_that_died_without_a_word(source: Source) -> None:
     name = prepare(source)
-    with proxied(source) as (proxy, dsn), open_stream(source, name, dsn=dsn) as stream:
+    with Proxy(*tcp(source)) as proxy, open_stream(source, name, dsn=proxied(source, proxy)) as stream:
         source.sql("insert into item values (1, 'a')")
         read_until(stream, flushed(source))
         stream.silence_limit = 1.0
