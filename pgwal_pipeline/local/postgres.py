@@ -34,6 +34,8 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
     "max_wal_senders": "20",
     "max_replication_slots": "20",
     "log_line_prefix": "%m [%p] %q%u@%d ",
+    # In the data folder, with which it goes: a server that is killed would leave it behind in the machine's memory.
+    "dynamic_shared_memory_type": "mmap",
 }
 
 _PASSWORD_FILE = "pgwal_password"  # noqa: S105 (the name of a file)
