@@ -32,20 +32,26 @@ PARTS: Mapping[str, str] = {
     "spark.databricks.delta.snapshotPartitions": "1",
 }
 # It works for many minutes: Java's second compiler pays for itself after two of them (a quarter less of the machine then, measured).
-_LASTING_JAVA = "-XX:TieredStopAtLevel=4 -XX:ReservedCodeCacheSize=400m"
+# All of its memory from the start, half of it for what is new, spares it most collections.
+_LASTING_JAVA = "-XX:TieredStopAtLevel=4 -XX:ReservedCodeCacheSize=400m -Xms6g -Xmn3g"
 
 
 def spark_settings(lake: str, memory: str = "2g", port: int | None = None) -> Settings:
     """Settings under which the tests' Spark is started: two cores of this machine, little memory; it serves Connect as well.
 
     Rows are in one part, and plans have short texts: most of the work on a few rows is done once for each part, on each text (a sixth of
-    all is saved so, measured). The fixture `several_parts` is for tests of how rows come together.
+    all is saved so, measured). The fixture `several_parts` is for tests of how rows come together. A page is what every sort and every
+    aggregation takes first, 64 MB by Spark's own choice; and what ran is kept for a UI that nobody looks at.
     """
     conf = {
         "spark.driver.memory": memory,
         **PARTS,
         "spark.sql.ui.explainMode": "simple",
         "spark.sql.debug.maxToStringFields": "25",
+        "spark.buffer.pageSize": "1m",
+        "spark.ui.retainedJobs": "50",
+        "spark.ui.retainedStages": "50",
+        "spark.sql.ui.retainedExecutions": "50",
         "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
         "spark.connect.grpc.binding.address": "127.0.0.1",
         "spark.connect.grpc.binding.port": str(port or free_port()),
