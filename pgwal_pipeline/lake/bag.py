@@ -37,10 +37,10 @@ def with_texts(schema: StructType, names: Sequence[str], alias: str = "") -> str
 
 def counted(events: "DataFrame", shape: Shape) -> "DataFrame":
     """Each row that gets more or fewer copies: columns, `_pgwal_text`, `_pgwal_commit_lsn`, ROW, and `_pgwal_change`, which is not 0."""
-    weight = F.when(F.col(OP).isin("I", "U"), 1).otherwise(-1)
-    values = [*(F.first(quote(name)).alias(name) for name in shape.columns), F.first(TEXT).alias(TEXT), F.max(COMMIT_LSN).alias(COMMIT_LSN)]
-    rows = events.withColumn(ROW, F.expr(row_identity(events.schema, shape)))
-    return rows.groupBy(ROW).agg(*values, F.sum(weight).alias("_pgwal_change")).where(F.col("_pgwal_change") != 0)
+    weight = f"sum(CASE WHEN {OP} IN ('I', 'U') THEN 1 ELSE -1 END) AS _pgwal_change"
+    values = [*(f"first({quote(name)}) AS {quote(name)}" for name in (*shape.columns, TEXT)), f"max({COMMIT_LSN}) AS {COMMIT_LSN}"]
+    rows = _with_identity(events, shape)
+    return rows.groupBy(ROW).agg(*map(F.expr, values), F.expr(weight)).where("_pgwal_change != 0")
 
 
 def renewed(changes: "DataFrame", base: "DataFrame", shape: Shape) -> "DataFrame":
@@ -50,33 +50,35 @@ def renewed(changes: "DataFrame", base: "DataFrame", shape: Shape) -> "DataFrame
 
     Reading it fails with `missing_marker` if a row has fewer copies in `base` than are to go.
     """
-    fewer = changes.where("_pgwal_change < 0").select(F.col(ROW).alias("_pgwal_wanted"))
-    there = base.withColumn(ROW, F.expr(row_identity(base.schema, shape)))
-    found = there.join(fewer, F.col(ROW) == F.col("_pgwal_wanted"), "left_semi")
-    copies = found.groupBy(F.col(ROW).alias("_pgwal_found")).agg(
-        F.count("*").alias("_pgwal_copies"), F.max(COMMIT_LSN).alias("_pgwal_newest")
+    fewer = changes.where("_pgwal_change < 0").selectExpr(f"{ROW} AS _pgwal_wanted")
+    found = _with_identity(base, shape).join(fewer, F.expr(f"{ROW} = _pgwal_wanted"), "left_semi")
+    copies = found.groupBy(F.expr(f"{ROW} AS _pgwal_found")).agg(
+        F.expr("count(*) AS _pgwal_copies"), F.expr(f"max({COMMIT_LSN}) AS _pgwal_newest")
     )
-    left = F.coalesce("_pgwal_copies", F.lit(0)) + F.col("_pgwal_change")
-    wanted = (
-        F.when(F.col("_pgwal_change") > 0, F.col("_pgwal_change"))
-        .when(left >= 0, left)
-        .otherwise(F.raise_error(F.lit(missing_marker(shape.table))).cast("long"))
-    )
-    orders = F.when(F.col("_pgwal_change") < 0, F.array(F.lit(True))).otherwise(F.array().cast("array<boolean>"))
-    each = F.explode(F.concat(orders, F.array_repeat(F.lit(False), wanted.cast("int"))))
-    lsn = F.when(F.col("_pgwal_change") > 0, F.col(COMMIT_LSN)).otherwise(F.coalesce("_pgwal_newest", COMMIT_LSN))
-    return changes.join(copies, F.col(ROW) == F.col("_pgwal_found"), "left").select(
-        *(F.col(quote(name)) for name in shape.columns), lsn.alias(COMMIT_LSN), TEXT, ROW, each.alias(TAKEN)
+    more = "_pgwal_change > 0"
+    left = "coalesce(_pgwal_copies, 0L) + _pgwal_change"
+    failure = f"CAST(raise_error({literal(missing_marker(shape.table))}) AS bigint)"
+    wanted = f"CASE WHEN {more} THEN _pgwal_change WHEN {left} >= 0 THEN {left} ELSE {failure} END"
+    orders = "CASE WHEN _pgwal_change < 0 THEN array(true) ELSE CAST(array() AS array<boolean>) END"
+    return changes.join(copies, F.expr(f"{ROW} = _pgwal_found"), "left").selectExpr(
+        *map(quote, shape.columns),
+        f"CASE WHEN {more} THEN {COMMIT_LSN} ELSE coalesce(_pgwal_newest, {COMMIT_LSN}) END AS {COMMIT_LSN}",
+        TEXT,
+        ROW,
+        f"explode(concat({orders}, array_repeat(false, CAST({wanted} AS int)))) AS {TAKEN}",
     )
 
 
 def applied(changes: "DataFrame", base: "DataFrame", shape: Shape) -> "DataFrame":
     """The bag `base` after `changes`: the columns, `_pgwal_commit_lsn` and `_pgwal_text`."""
-    output = [*(F.col(quote(name)) for name in shape.columns), F.col(COMMIT_LSN), F.col(TEXT)]
-    fewer = changes.where("_pgwal_change < 0").select(F.col(ROW).alias("_pgwal_wanted"))
-    there = base.withColumn(ROW, F.expr(row_identity(base.schema, shape)))
-    kept = there.join(fewer, F.col(ROW) == F.col("_pgwal_wanted"), "left_anti")
-    return kept.select(*output).unionByName(renewed(changes, base, shape).where(~F.col(TAKEN)).select(*output))
+    output = [*map(quote, shape.columns), COMMIT_LSN, TEXT]
+    fewer = changes.where("_pgwal_change < 0").selectExpr(f"{ROW} AS _pgwal_wanted")
+    kept = _with_identity(base, shape).join(fewer, F.expr(f"{ROW} = _pgwal_wanted"), "left_anti")
+    return kept.selectExpr(*output).unionByName(renewed(changes, base, shape).where(f"NOT {TAKEN}").selectExpr(*output))
+
+
+def _with_identity(rows: "DataFrame", shape: Shape) -> "DataFrame":
+    return rows.selectExpr("*", f"{row_identity(rows.schema, shape)} AS {ROW}")
 
 
 def missing_marker(table: TableName) -> str:

@@ -8,10 +8,10 @@ rest. Events before it still serve, as the only place of values that a row took 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, DataType, IntegerType, LongType, MapType, StringType, StructField, StructType
 
@@ -19,10 +19,10 @@ from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake import bag, fold
 from pgwal_pipeline.lake.columns import CHUNK, COMMIT_LSN, OP, ORDINAL, TEXT, UNCHANGED, XID, key_parts, null_of, quote
 from pgwal_pipeline.lake.files import no_rows
-from pgwal_pipeline.lake.fold import AT_LSN, AT_ORDINAL, BEFORE_ALL, ChunkSnapshot, Shape, Traits, Truncate
+from pgwal_pipeline.lake.fold import AT_LSN, AT_ORDINAL, BEFORE_ALL, NO_NAMES, PLACE, ChunkSnapshot, Shape, Traits, Truncate
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 _NUMBER = "_pgwal_chunk_number"
 _CHUNK_SCHEMA = pa.schema(
@@ -35,6 +35,11 @@ _CHUNK_SCHEMA = pa.schema(
     ]
 )
 
+_DISTANCE = f"pmod({XID} - _pgwal_high, {1 << 32}L)"
+_FULL = f"(_pgwal_high + CASE WHEN {_DISTANCE} >= {1 << 31}L THEN {_DISTANCE} - {1 << 32}L ELSE {_DISTANCE} END)"
+_VISIBLE = f"({_FULL} < _pgwal_low OR {_FULL} < _pgwal_high AND NOT array_contains(_pgwal_running, {_FULL}))"
+"""Whether the transaction of an event, of which 32 bits are known, is visible in the snapshot beside it; null without one."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -44,6 +49,7 @@ class Source:
     chunks: tuple[ChunkSnapshot, ...]
     lsn: int
 
+    @cached_property
     def chunk_table(self) -> "DataFrame":
         """The chunks, numbered, as a small DataFrame."""
         snapshots = [chunk.snapshot for chunk in self.chunks]
@@ -93,17 +99,19 @@ def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, ty
     if snapshot is None:
         own = {COMMIT_LSN: LongType(), TEXT: MapType(StringType(), StringType()), _NUMBER: IntegerType()}
         return _none_of(source.spark, types, own)
-    standing = [number for number, chunk in enumerate(source.chunks) if truncate is None or chunk.snapshot.sees(truncate.xid)]
-    known = source.chunk_table().where(F.col(_NUMBER).isin(standing)).select(_NUMBER, F.col(CHUNK).alias("_pgwal_attempt"))
-    read = snapshot.join(F.broadcast(known), F.col(CHUNK) == F.col("_pgwal_attempt"))
-    values = [
-        F.col(quote(name)) if name in snapshot.columns else F.expr(null_of(types[name].dataType)).alias(name) for name in shape.columns
-    ]
-    rows = read.select(*values, F.lit(source.lsn).cast("long").alias(COMMIT_LSN), TEXT, _NUMBER)
+    known = source.chunk_table.selectExpr(_NUMBER, f"{CHUNK} AS _pgwal_attempt")
+    if truncate is not None:
+        standing = [str(number) for number, chunk in enumerate(source.chunks) if chunk.snapshot.sees(truncate.xid)]
+        known = known.where(f"{_NUMBER} IN ({', '.join(standing)})" if standing else "false")
+    read = snapshot.join(F.broadcast(known), F.expr(f"{CHUNK} = _pgwal_attempt"))
+    held = snapshot.columns
+    values = [quote(name) if name in held else f"{null_of(types[name].dataType)} AS {quote(name)}" for name in shape.columns]
+    rows = read.selectExpr(*values, f"{source.lsn}L AS {COMMIT_LSN}", TEXT, _NUMBER)
     if not any(chunk.single for chunk in source.chunks):
         return rows
-    newest_first = Window.partitionBy(*(F.expr(part) for part in key_parts(rows.schema, shape.key))).orderBy(F.col(_NUMBER).desc())
-    return rows.withColumn("_pgwal_nth", F.row_number().over(newest_first)).where("_pgwal_nth = 1").drop("_pgwal_nth")
+    of_key = ", ".join(key_parts(rows.schema, shape.key))
+    nth = f"row_number() OVER (PARTITION BY {of_key} ORDER BY {_NUMBER} DESC) AS _pgwal_nth"
+    return rows.selectExpr("*", nth).where("_pgwal_nth = 1").drop("_pgwal_nth")
 
 
 def rows_of_keys(
@@ -118,7 +126,7 @@ def rows_of_keys(
     if source.chunks:
         placed = placed.unionByName(_absences(source, touched, steps, shape))
     renewed, lacking = fold.rows_alone(fold.net(placed, shape, traits), shape)
-    untouched = fold.matching(rows, steps, shape.key, "left_anti").select(*(F.col(quote(name)) for name in renewed.columns))
+    untouched = fold.matching(rows, steps, shape.key, "left_anti").selectExpr(*map(quote, renewed.columns))
     return untouched.unionByName(renewed), lacking
 
 
@@ -129,34 +137,26 @@ def rows_of_bag(source: Source, rows: "DataFrame", steps: "DataFrame", shape: Sh
     """
     if len({chunk.snapshot_text for chunk in source.chunks}) > 1:
         raise ValueError(f"{shape.table} has no key and was not read under one snapshot")
-    snapshot = F.broadcast(source.chunk_table().limit(1).drop(CHUNK, _NUMBER))
-    unseen = (
-        steps.join(snapshot, how="cross").where(~visible()).select(*(F.col(quote(name)) for name in steps.columns))
-        if source.chunks
-        else steps
-    )
+    unseen = steps
+    if source.chunks:
+        snapshot = F.broadcast(source.chunk_table.limit(1).drop(CHUNK, _NUMBER))
+        unseen = steps.join(snapshot, how="cross").where(f"NOT {_VISIBLE}").selectExpr(*map(quote, steps.columns))
     return bag.applied(bag.counted(unseen, shape), rows, shape)
 
 
 def _placed(source: Source, touched: "DataFrame", steps: "DataFrame", shape: Shape) -> "DataFrame":
     """Events and snapshot rows as the steps of their keys."""
-    whole = fold.whole_rows(touched, shape, F.col(_NUMBER))
-    both = steps.withColumn(_NUMBER, F.lit(None).cast("int")).unionByName(whole)
-    of_key = Window.partitionBy(*(F.expr(part) for part in key_parts(both.schema, shape.key)))
-    known = F.broadcast(source.chunk_table().drop(CHUNK).withColumnRenamed(_NUMBER, "_pgwal_seen_by"))
-    numbered = both.withColumn(_NUMBER, F.max(_NUMBER).over(of_key))
-    judged = numbered.join(known, F.col(_NUMBER) == F.col("_pgwal_seen_by"), "left")
-    place = F.struct(F.col(AT_LSN).alias("lsn"), F.col(AT_ORDINAL).alias("ordinal"))
-    seen = F.max(F.when((F.col(OP) != "S") & visible(), place)).over(of_key)
-    is_whole = F.col(OP) == "S"
-    return (
-        judged.withColumn("_pgwal_seen", seen)
-        .withColumn(AT_LSN, F.when(is_whole, F.coalesce("_pgwal_seen.lsn", F.lit(BEFORE_ALL).cast("long"))).otherwise(F.col(AT_LSN)))
-        .withColumn(
-            AT_ORDINAL, F.when(is_whole, F.coalesce("_pgwal_seen.ordinal", F.lit(BEFORE_ALL).cast("long"))).otherwise(F.col(AT_ORDINAL))
-        )
-        .select(*(F.col(quote(name)) for name in steps.columns))
-    )
+    both = steps.selectExpr("*", f"CAST(NULL AS int) AS {_NUMBER}").unionByName(fold.whole_rows(touched, shape, _NUMBER))
+    of_key = f"OVER (PARTITION BY {', '.join(key_parts(both.schema, shape.key))})"
+    known = F.broadcast(source.chunk_table.drop(CHUNK).withColumnRenamed(_NUMBER, "_pgwal_seen_by"))
+    numbered = both.withColumn(_NUMBER, F.expr(f"max({_NUMBER}) {of_key}"))
+    judged = numbered.join(known, F.expr(f"{_NUMBER} = _pgwal_seen_by"), "left")
+    seen = f"max(CASE WHEN {OP} != 'S' AND {_VISIBLE} THEN {PLACE} END) {of_key} AS _pgwal_seen"
+    moved = {
+        AT_LSN: f"CASE WHEN {OP} = 'S' THEN coalesce(_pgwal_seen.lsn, {BEFORE_ALL}L) ELSE {AT_LSN} END AS {AT_LSN}",
+        AT_ORDINAL: f"CASE WHEN {OP} = 'S' THEN coalesce(_pgwal_seen.ordinal, {BEFORE_ALL}L) ELSE {AT_ORDINAL} END AS {AT_ORDINAL}",
+    }
+    return judged.selectExpr("*", seen).selectExpr(*(moved.get(name, quote(name)) for name in steps.columns))
 
 
 def _absences(source: Source, touched: "DataFrame", steps: "DataFrame", shape: Shape) -> "DataFrame":
@@ -167,31 +167,21 @@ def _absences(source: Source, touched: "DataFrame", steps: "DataFrame", shape: S
     numbers = range(len(source.chunks))
     snapshots = [chunk.snapshot for chunk in source.chunks]
     first = min(numbers, key=lambda number: (snapshots[number].high, -len(snapshots[number].running)))
-    known = F.broadcast(source.chunk_table().where(F.col(_NUMBER) == first).drop(CHUNK, _NUMBER))
-    seen = steps.join(known, how="cross").where(visible())
-    of_key = (F.expr(part).alias(f"_pgwal_k{number}") for number, part in enumerate(key_parts(steps.schema, shape.key)))
-    place = F.max(F.struct(F.col(AT_LSN).alias("lsn"), F.col(AT_ORDINAL).alias("ordinal"))).alias("_pgwal_place")
-    newest = F.max_by(F.struct(*(F.col(quote(name)) for name in (*shape.key, TEXT))), F.struct(AT_LSN, AT_ORDINAL)).alias("_pgwal_newest")
-    found = seen.groupBy(*of_key).agg(place, newest)
-    values = [
-        (F.col(f"_pgwal_newest.{quote(name)}") if name in shape.key else F.expr(null_of(steps.schema[name].dataType))).alias(name)
-        for name in shape.columns
-    ]
-    absent = found.select(
-        *values,
-        F.lit("A").alias(OP),
-        F.col("_pgwal_place.lsn").alias(COMMIT_LSN),
-        F.lit(None).cast("long").alias(XID),
-        F.col(f"_pgwal_newest.{TEXT}").alias(TEXT),
-        F.lit(None).cast("array<string>").alias(UNCHANGED),
-        F.col("_pgwal_place.lsn").alias(AT_LSN),
-        F.col("_pgwal_place.ordinal").alias(AT_ORDINAL),
+    known = F.broadcast(source.chunk_table.where(f"{_NUMBER} = {first}").drop(CHUNK, _NUMBER))
+    seen = steps.join(known, how="cross").where(_VISIBLE)
+    of_key = map(F.expr, fold.numbered(key_parts(steps.schema, shape.key)))
+    newest = f"max_by(struct({', '.join([*map(quote, shape.key), TEXT])}), struct({AT_LSN}, {AT_ORDINAL})) AS _pgwal_newest"
+    found = seen.groupBy(*of_key).agg(F.expr(f"max({PLACE}) AS _pgwal_place"), F.expr(newest))
+    kinds = {name: steps.schema[name].dataType for name in shape.columns}
+    values = {name: f"_pgwal_newest.{quote(name)}" if name in shape.key else null_of(kind) for name, kind in kinds.items()}
+    absent = found.selectExpr(
+        *(f"{value} AS {quote(name)}" for name, value in values.items()),
+        f"'A' AS {OP}",
+        f"_pgwal_place.lsn AS {COMMIT_LSN}",
+        f"CAST(NULL AS bigint) AS {XID}",
+        f"_pgwal_newest.{TEXT} AS {TEXT}",
+        f"{NO_NAMES} AS {UNCHANGED}",
+        f"_pgwal_place.lsn AS {AT_LSN}",
+        f"_pgwal_place.ordinal AS {AT_ORDINAL}",
     )
     return fold.matching(absent, touched, shape.key, "left_anti")
-
-
-def visible() -> "Column":
-    """Whether the transaction of an event, of which 32 bits are known, is visible in the snapshot beside it; null without one."""
-    distance = F.pmod(F.col(XID) - F.col("_pgwal_high"), F.lit(1 << 32))
-    full = F.col("_pgwal_high") + F.when(distance >= 1 << 31, distance - (1 << 32)).otherwise(distance)
-    return (full < F.col("_pgwal_low")) | ((full < F.col("_pgwal_high")) & ~F.array_contains("_pgwal_running", full))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from dataclasses import replace as altered
 from typing import TYPE_CHECKING
 
-from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import IntegerType, LongType, ShortType, StructType
 
 from pgwal_pipeline import failpoints
@@ -235,7 +234,7 @@ def _merge_changes(session: "SparkSession", request: MergeRequest, shape: Shape,
     traits = request.traits
     span = _span(steps, request.current_path, shape)
     if traits.inserts_only:
-        changes = steps.select(*(F.col(quote(name)) for name in shape.columns), COMMIT_LSN, TEXT)
+        changes = steps.selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT)
         statement = statements.insert_changes(request.current_path, target.schema, changes.schema, _VIEW, shape, span)
         return _run(session, request, shape, changes, statement, lambda: None)
     if traits.key_changes and traits.unchanged:
@@ -245,8 +244,8 @@ def _merge_changes(session: "SparkSession", request: MergeRequest, shape: Shape,
     statement = statements.merge_changes(request.current_path, target.schema, source.schema, _VIEW, shape, span)
 
     def lacking() -> "DataFrame":
-        kept = changes.where(~F.col(fold.GONE) & F.col(fold.KEPT).isNotNull())
-        return changes.where(F.col(fold.LOST).isNotNull()).unionByName(fold.matching(kept, target, shape.key, "left_anti"))
+        kept = changes.where(f"NOT {fold.GONE} AND {fold.KEPT} IS NOT NULL")
+        return changes.where(f"{fold.LOST} IS NOT NULL").unionByName(fold.matching(kept, target, shape.key, "left_anti"))
 
     return _run(session, request, shape, source, statement, lacking)
 
@@ -340,8 +339,8 @@ def _with_dropped(rows: "DataFrame", shape: Shape, present: "DataFrame | None", 
         return rows
     taken = {name.lower() for name in shape.columns}
     kept = [field for field in present.schema.fields if field.name in names and field.name.lower() not in taken]
-    nulls = [F.expr(null_of(field.dataType)).alias(field.name) for field in kept]
-    return rows.select(*(F.col(quote(name)) for name in shape.columns), *nulls, COMMIT_LSN, TEXT)
+    nulls = [f"{null_of(field.dataType)} AS {quote(field.name)}" for field in kept]
+    return rows.selectExpr(*map(quote, shape.columns), *nulls, COMMIT_LSN, TEXT)
 
 
 def _read(session: "SparkSession", path: str) -> "DataFrame | None":
@@ -398,9 +397,8 @@ def _widen(session: "SparkSession", path: str, shape: Shape, wanted: StructType,
 def _as_target(rows: "DataFrame", target: StructType) -> "DataFrame":
     """`rows` with the target's columns; those that the source has dropped are null."""
     has = rows.columns
-    return rows.select(
-        *(F.col(quote(field.name)) if field.name in has else F.expr(null_of(field.dataType)).alias(field.name) for field in target.fields)
-    )
+    values = {field.name: quote(field.name) if field.name in has else null_of(field.dataType) for field in target.fields}
+    return rows.selectExpr(*(f"{value} AS {quote(name)}" for name, value in values.items()))
 
 
 def _span(steps: "DataFrame", path: str, shape: Shape) -> tuple[int, int] | None:
@@ -408,5 +406,5 @@ def _span(steps: "DataFrame", path: str, shape: Shape) -> tuple[int, int] | None
     name = shape.key[0]
     if not isinstance(steps.schema[name].dataType, ShortType | IntegerType | LongType) or written_rows(path) < _SPAN_ROWS:
         return None
-    low, high = steps.agg(F.min(quote(name)), F.max(quote(name))).collect()[0]
+    low, high = steps.selectExpr(f"min({quote(name)})", f"max({quote(name)})").collect()[0]
     return None if low is None else (low, high)

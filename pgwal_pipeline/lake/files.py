@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import DataType, StructType
 
 from pgwal_pipeline.errors import LakeError
-from pgwal_pipeline.lake.columns import WINDOW, null_of
+from pgwal_pipeline.lake.columns import WINDOW, literal, null_of, quote
 from pgwal_pipeline.lake.snapshots import GENERATION
 from pgwal_pipeline.lake.standing import open_current
 from pgwal_pipeline.lsn import window_key
@@ -51,14 +50,14 @@ class Files:
             return no_rows(session, {field.name: field.dataType for field in self.schema.fields})
         if len(self.paths) > _FEW:
             whole = session.read.format("delta").load(self.table)
-            return whole.where(F.col(self.partition).between(min(self.keys), max(self.keys)))
+            return whole.where(f"{self.partition} BETWEEN {literal(min(self.keys))} AND {literal(max(self.keys))}")
         reader = session.read.schema(self.schema).option("basePath", self.table).option("__globPaths__", "false")
         return reader.parquet(*(f"{self.table}/{path}" for path in self.paths))
 
 
 def no_rows(session: "SparkSession", kinds: Mapping[str, DataType]) -> "DataFrame":
     """No row of such columns."""
-    return session.range(0).select(*(F.expr(null_of(kind)).alias(name) for name, kind in kinds.items()))
+    return session.range(0).selectExpr(*(f"{null_of(kind)} AS {quote(name)}" for name, kind in kinds.items()))
 
 
 def changes(raw_path: str, from_lsn: int, to_lsn: int) -> Files | None:

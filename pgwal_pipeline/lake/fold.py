@@ -1,6 +1,7 @@
 """From the events of a keyed table to the final change of each key.
 
-Pure DataFrame logic: nothing here starts a job but `heads` and `last_truncate`.
+Pure DataFrame logic: nothing here starts a job but `heads` and `last_truncate`. Expressions are SQL text rather than Column objects, of
+which each part would be a call to the JVM (thousands for one small table).
 
 The functions work on *steps*: rows with the source's columns, `_pgwal_op`, `_pgwal_text`, `_pgwal_commit_lsn`, `_pgwal_unchanged`, and
 their place in the order, `_pgwal_at_lsn` and `_pgwal_at_ordinal`. A step is an event of raw, or a whole row known from elsewhere (op `S`:
@@ -16,10 +17,8 @@ and, where values may be unsent, `_pgwal_kept` (columns whose value is the one t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import TYPE_CHECKING
 
-from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import (
     BooleanType,
@@ -56,7 +55,7 @@ from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.xid import Snapshot
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
 
 GONE = "_pgwal_gone"
 KEPT = "_pgwal_kept"
@@ -64,11 +63,15 @@ LOST = "_pgwal_lost"
 AT_LSN = "_pgwal_at_lsn"
 AT_ORDINAL = "_pgwal_at_ordinal"
 
-_ENDS = ("D", "K", "A")
-"""The ops after which a key has no row."""
-
 BEFORE_ALL = -1
 """The place of what was there before every event."""
+PLACE = f"struct({AT_LSN} AS lsn, {AT_ORDINAL} AS ordinal)"
+NO_NAMES = "CAST(NULL AS array<string>)"
+
+_PLACE = (AT_LSN, AT_ORDINAL, f"CASE WHEN {OP} = 'K' THEN 0 WHEN {OP} IN ('S', 'A') THEN 2 ELSE 1 END")
+"""The total order of a key's steps: a row leaves its old key before it takes the new one; a whole row comes after what it has seen."""
+_AT = f"struct({', '.join(f'{part} AS p{number}' for number, part in enumerate(_PLACE))})"
+"""The place as one value."""
 
 _FIXED = (BooleanType, ByteType, ShortType, IntegerType, LongType, FloatType, DoubleType, DateType, TimestampType, TimestampNTZType)
 
@@ -128,61 +131,64 @@ class Truncate:
 
 def between(raw: "DataFrame", from_lsn: int, to_lsn: int) -> "DataFrame":
     """The rows of raw with `from_lsn <= commit LSN < to_lsn`."""
-    return raw.where((F.col(COMMIT_LSN) >= from_lsn) & (F.col(COMMIT_LSN) < to_lsn))
+    return raw.where(f"{COMMIT_LSN} >= {from_lsn}L AND {COMMIT_LSN} < {to_lsn}L")
 
 
 def last_truncate(rows: "DataFrame") -> Truncate | None:
     """The last TRUNCATE among rows of raw; starts a job."""
-    newest = F.max(F.struct(COMMIT_LSN, ORDINAL, XID))
-    found = rows.where(F.col(OP) == "T").agg(newest.alias("newest")).collect()[0]["newest"]
+    found = rows.where(f"{OP} = 'T'").selectExpr(f"max(struct({COMMIT_LSN}, {ORDINAL}, {XID})) AS newest").collect()[0]["newest"]
     return None if found is None else Truncate(*found)
 
 
 def steps(rows: "DataFrame", shape: Shape, types: StructType, *, after: Truncate | None = None) -> "DataFrame":
     """Rows of raw as steps, those after a TRUNCATE only where one is given; columns get the types of `types`."""
     has = rows.schema
-    wanted = F.col(OP) != "T"
+    wanted = f"{OP} != 'T'"
     if after is not None:
-        wanted = wanted & ((F.col(COMMIT_LSN) > after.lsn) | ((F.col(COMMIT_LSN) == after.lsn) & (F.col(ORDINAL) > after.ordinal)))
+        wanted += f" AND ({COMMIT_LSN} > {after.lsn}L OR {COMMIT_LSN} = {after.lsn}L AND {ORDINAL} > {after.ordinal}L)"
     columns = [_typed(has, name, types[name].dataType) for name in shape.columns]
-    own = [OP, COMMIT_LSN, XID, TEXT, UNCHANGED, F.col(COMMIT_LSN).alias(AT_LSN), F.col(ORDINAL).alias(AT_ORDINAL)]
-    return rows.where(wanted).select(*columns, *own)
+    own = [OP, COMMIT_LSN, XID, TEXT, UNCHANGED, f"{COMMIT_LSN} AS {AT_LSN}", f"{ORDINAL} AS {AT_ORDINAL}"]
+    return rows.where(wanted).selectExpr(*columns, *own)
 
 
-def _typed(has: StructType, name: str, kind: DataType) -> "Column":
+def _typed(has: StructType, name: str, kind: DataType) -> str:
     """The column `name` of raw as values of `kind`: those written in another type are of rows that a snapshot in `kind` has seen."""
     names = names_in_raw(name, kind.jsonValue())
     holder = next((held for held in names if held in has.names and same_types(has[held].dataType, kind)), None)
-    return F.expr(null_of(kind)).alias(name) if holder is None else F.col(quote(holder)).alias(name)
+    return f"{null_of(kind) if holder is None else quote(holder)} AS {quote(name)}"
 
 
-def whole_rows(rows: "DataFrame", shape: Shape, *extra: "Column") -> "DataFrame":
+def whole_rows(rows: "DataFrame", shape: Shape, *extra: str) -> "DataFrame":
     """Rows of `current` or of a snapshot (with `_pgwal_commit_lsn` and `_pgwal_text`) as steps before all events."""
-    return rows.select(
-        *(F.col(quote(name)) for name in shape.columns),
-        F.lit("S").alias(OP),
+    return rows.selectExpr(
+        *map(quote, shape.columns),
+        f"'S' AS {OP}",
         COMMIT_LSN,
-        F.lit(None).cast("long").alias(XID),
+        f"CAST(NULL AS bigint) AS {XID}",
         TEXT,
-        F.lit(None).cast("array<string>").alias(UNCHANGED),
-        F.lit(BEFORE_ALL).cast("long").alias(AT_LSN),
-        F.lit(BEFORE_ALL).cast("long").alias(AT_ORDINAL),
+        f"{NO_NAMES} AS {UNCHANGED}",
+        f"{BEFORE_ALL}L AS {AT_LSN}",
+        f"{BEFORE_ALL}L AS {AT_ORDINAL}",
         *extra,
     )
 
 
 def with_left_behind(events: "DataFrame", target: "DataFrame", shape: Shape) -> "DataFrame":
     """`events` and the target's rows that had a key which some row left: a row that moved may need their values."""
-    left = events.where(F.col(OP) == "K")
+    left = events.where(f"{OP} = 'K'")
     return events.unionByName(whole_rows(matching(target, left, shape.key), shape))
 
 
 def matching(rows: "DataFrame", keys: "DataFrame", key: Sequence[str], how: str = "left_semi") -> "DataFrame":
     """The `rows` whose key is among the keys of `keys`; with `left_anti` the others. Both have the key's columns and `_pgwal_text`."""
-    wanted = [F.expr(part).alias(f"_pgwal_k{number}") for number, part in enumerate(key_parts(keys.schema, key))]
-    right = keys.select(*wanted)
-    pairs = [F.expr(part).eqNullSafe(F.col(f"_pgwal_k{number}")) for number, part in enumerate(key_parts(rows.schema, key))]
-    return rows.join(right, reduce(lambda one, other: one & other, pairs), how)
+    right = keys.selectExpr(*numbered(key_parts(keys.schema, key)))
+    pairs = [f"{part} <=> _pgwal_k{number}" for number, part in enumerate(key_parts(rows.schema, key))]
+    return rows.join(right, F.expr(" AND ".join(pairs)), how)
+
+
+def numbered(parts: Sequence[str]) -> list[str]:
+    """The parts of a key as columns `_pgwal_k<number>`."""
+    return [f"{part} AS _pgwal_k{number}" for number, part in enumerate(parts)]
 
 
 def net(events: "DataFrame", shape: Shape, traits: Traits) -> "DataFrame":
@@ -196,26 +202,27 @@ def net(events: "DataFrame", shape: Shape, traits: Traits) -> "DataFrame":
 
 def _newest(events: "DataFrame", shape: Shape) -> "DataFrame":
     """Every value is sent: the newest step of a key is its row."""
-    order = Window.partitionBy(*_key(events, shape)).orderBy(*(part.desc() for part in _place()))
-    newest = events.withColumn("_pgwal_nth", F.row_number().over(order)).where(F.col("_pgwal_nth") == 1)
-    return newest.select(*(F.col(quote(name)) for name in shape.columns), COMMIT_LSN, TEXT, _ends().alias(GONE))
+    of_key = ", ".join(key_parts(events.schema, shape.key))
+    backwards = ", ".join(f"{part} DESC" for part in _PLACE)
+    nth = f"row_number() OVER (PARTITION BY {of_key} ORDER BY {backwards}) AS _pgwal_nth"
+    newest = events.selectExpr("*", nth).where("_pgwal_nth = 1")
+    return newest.selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT, f"{_ends(OP)} AS {GONE}")
 
 
 def _newest_sent(events: "DataFrame", shape: Shape) -> "DataFrame":
     """No row changes its key: the newest value that was sent, column by column; an insert sends all."""
     movable = may_be_unsent(events.schema, shape)
-    folded = events.groupBy(*(part.alias(f"_pgwal_k{number}") for number, part in enumerate(_key(events, shape)))).agg(
-        F.max_by(F.struct(OP, COMMIT_LSN, TEXT, *_fixed(shape, movable)), _struct(_place())).alias("_pgwal_last"), *_sent_values(movable)
-    )
-    last = F.col("_pgwal_last")
-    gone = last[OP].isin(*_ENDS)
-    unsent = F.when(~gone, _unsent_names(movable))
-    return folded.select(
+    last = ", ".join([OP, COMMIT_LSN, TEXT, *_fixed(shape, movable)])
+    of_key = map(F.expr, numbered(key_parts(events.schema, shape.key)))
+    folded = events.groupBy(*of_key).agg(F.expr(f"max_by(struct({last}), {_AT}) AS _pgwal_last"), *map(F.expr, _sent_values(movable)))
+    gone = _ends(f"_pgwal_last.{OP}")
+    unsent = f"CASE WHEN NOT {gone} THEN {_unsent_names(movable)} END"
+    return folded.selectExpr(
         *_values(shape, movable),
-        last[COMMIT_LSN].alias(COMMIT_LSN),
+        f"_pgwal_last.{COMMIT_LSN} AS {COMMIT_LSN}",
         _merged_text(movable),
-        gone.alias(GONE),
-        *_judged(unsent, F.lit(False)),
+        f"{gone} AS {GONE}",
+        *_judged(unsent, "false"),
     )
 
 
@@ -223,29 +230,30 @@ def _followed(events: "DataFrame", shape: Shape) -> "DataFrame":
     """Rows change their keys, and values may be unsent: each row is followed through its life."""
     lives = _with_lives(events, shape)
     movable = may_be_unsent(events.schema, shape)
-    apart = F.col("_pgwal_life").isNull()
-    group = [F.col("_pgwal_life"), F.when(apart, F.col("_pgwal_birth_number")).alias("_pgwal_number")]
-    group += [F.when(apart, part).alias(f"_pgwal_k{number}") for number, part in enumerate(_key(events, shape))]
-    last_fields = [OP, COMMIT_LSN, TEXT, "_pgwal_is_last", "_pgwal_birth_number", "_pgwal_life", *_fixed(shape, movable)]
-    folded = lives.groupBy(*group).agg(F.max_by(F.struct(*last_fields), _struct(_place())).alias("_pgwal_last"), *_sent_values(movable))
-    last = F.col("_pgwal_last")
-    unsent = _unsent_names(movable)
-    stayed = last["_pgwal_life"].isNull() & (last["_pgwal_birth_number"] == 0)
-    alive = folded.where(last["_pgwal_is_last"] & ~last[OP].isin(*_ENDS)).select(
-        *_values(shape, movable),
-        last[COMMIT_LSN].alias(COMMIT_LSN),
-        _merged_text(movable),
-        F.lit(False).alias(GONE),
-        *_judged(unsent, ~stayed),
+    apart = "CASE WHEN _pgwal_life IS NULL THEN"
+    group = ["_pgwal_life", f"{apart} _pgwal_birth_number END AS _pgwal_number"]
+    group += numbered([f"{apart} {part} END" for part in key_parts(events.schema, shape.key)])
+    last = ", ".join([OP, COMMIT_LSN, TEXT, "_pgwal_is_last", "_pgwal_birth_number", "_pgwal_life", *_fixed(shape, movable)])
+    folded = lives.groupBy(*map(F.expr, group)).agg(
+        F.expr(f"max_by(struct({last}), {_AT}) AS _pgwal_last"), *map(F.expr, _sent_values(movable))
     )
-    nothing = F.lit(None)
-    gone = lives.where(F.col("_pgwal_is_last") & _ends()).select(
-        *(F.col(quote(name)) if name in shape.key else F.expr(null_of(events.schema[name].dataType)).alias(name) for name in shape.columns),
+    stayed = "(_pgwal_last._pgwal_life IS NULL AND _pgwal_last._pgwal_birth_number = 0)"
+    ended = _ends(f"_pgwal_last.{OP}")
+    alive = folded.where(f"_pgwal_last._pgwal_is_last AND NOT {ended}").selectExpr(
+        *_values(shape, movable),
+        f"_pgwal_last.{COMMIT_LSN} AS {COMMIT_LSN}",
+        _merged_text(movable),
+        f"false AS {GONE}",
+        *_judged(_unsent_names(movable), f"NOT {stayed}"),
+    )
+    kinds = {name: events.schema[name].dataType for name in shape.columns}
+    gone = lives.where(f"_pgwal_is_last AND {_ends(OP)}").selectExpr(
+        *(quote(name) if name in shape.key else f"{null_of(kind)} AS {quote(name)}" for name, kind in kinds.items()),
         COMMIT_LSN,
         TEXT,
-        F.lit(True).alias(GONE),
-        nothing.cast("array<string>").alias(KEPT),
-        nothing.cast("array<string>").alias(LOST),
+        f"true AS {GONE}",
+        f"{NO_NAMES} AS {KEPT}",
+        f"{NO_NAMES} AS {LOST}",
     )
     return alive.unionByName(gone)
 
@@ -256,34 +264,32 @@ def _with_lives(events: "DataFrame", shape: Shape) -> "DataFrame":
     `_pgwal_life` is the place of the row's first key change, null for a row that never changed its key; `_pgwal_birth_number` counts the
     births under the key so far; `_pgwal_is_last` tells the key's last step.
     """
-    moves = events.where(F.col(OP) == "K").select(F.col(AT_LSN).alias("_pgwal_move_lsn"), F.col(AT_ORDINAL).alias("_pgwal_move_ordinal"))
-    beside = (F.col(AT_LSN) == F.col("_pgwal_move_lsn")) & (F.col(AT_ORDINAL) == F.col("_pgwal_move_ordinal"))
-    arrives = (F.col(OP) == "U") & F.col("_pgwal_move_lsn").isNotNull()
-    born = F.col(OP).isin("I", "S") | arrives
-    key = _key(events, shape)
-    ordered = Window.partitionBy(*key).orderBy(*_place())
-    so_far = ordered.rowsBetween(Window.unboundedPreceding, Window.currentRow)
-    place = F.struct(F.col(AT_LSN).alias("lsn"), F.col(AT_ORDINAL).alias("ordinal"))
-    numbered = (
+    moves = events.where(f"{OP} = 'K'").selectExpr(f"{AT_LSN} AS _pgwal_move_lsn", f"{AT_ORDINAL} AS _pgwal_move_ordinal")
+    beside = F.expr(f"{AT_LSN} = _pgwal_move_lsn AND {AT_ORDINAL} = _pgwal_move_ordinal")
+    arrives = f"({OP} = 'U' AND _pgwal_move_lsn IS NOT NULL)"
+    born = f"({OP} IN ('I', 'S') OR {arrives})"
+    of_key = f"PARTITION BY {', '.join(key_parts(events.schema, shape.key))}"
+    ordered = f"{of_key} ORDER BY {', '.join(_PLACE)}"
+    so_far = f"{ordered} ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW"
+    birth = f"CASE WHEN {born} THEN struct({PLACE} AS place, {arrives} AS arrives) END"
+    counted = (
         events.join(moves, beside, "left")
-        .withColumn("_pgwal_birth_number", F.sum(born.cast("int")).over(so_far))
-        .withColumn(
-            "_pgwal_birth", F.last(F.when(born, F.struct(place.alias("place"), arrives.alias("arrives"))), ignorenulls=True).over(so_far)
+        .selectExpr(
+            "*",
+            f"sum(CAST({born} AS int)) OVER ({so_far}) AS _pgwal_birth_number",
+            f"last({birth}, true) OVER ({so_far}) AS _pgwal_birth",
+            f"lead({OP}) OVER ({ordered}) IS NULL AS _pgwal_is_last",
         )
-        .withColumn("_pgwal_is_last", F.lead(OP).over(ordered).isNull())
         .drop("_pgwal_move_lsn", "_pgwal_move_ordinal")
     )
-    incarnation = Window.partitionBy(*key, F.col("_pgwal_birth_number"))
-    departure = F.max(F.when(F.col(OP) == "K", place)).over(incarnation)
-    arrived = F.when(F.col("_pgwal_birth.arrives"), F.col("_pgwal_birth.place"))
-    lives = numbered.withColumn("_pgwal_life", F.coalesce(arrived, departure))
-    chained = lives.where((F.col(OP) == "K") & F.col("_pgwal_birth.arrives")).select(
-        place.alias("_pgwal_from"), F.col("_pgwal_birth.place").alias("_pgwal_to")
-    )
-    first = heads(chained)
+    departure = f"max(CASE WHEN {OP} = 'K' THEN {PLACE} END) OVER ({of_key}, _pgwal_birth_number)"
+    arrived = "CASE WHEN _pgwal_birth.arrives THEN _pgwal_birth.place END"
+    lives = counted.selectExpr("*", f"coalesce({arrived}, {departure}) AS _pgwal_life")
+    chained = lives.where(f"{OP} = 'K' AND _pgwal_birth.arrives")
+    first = heads(chained.selectExpr(f"{PLACE} AS _pgwal_from", "_pgwal_birth.place AS _pgwal_to"))
     if first is not None:
-        lives = lives.join(first, F.col("_pgwal_life") == F.col("_pgwal_from"), "left")
-        lives = lives.withColumn("_pgwal_life", F.coalesce("_pgwal_to", "_pgwal_life")).drop("_pgwal_from", "_pgwal_to")
+        lives = lives.join(first, F.expr("_pgwal_life = _pgwal_from"), "left")
+        lives = lives.withColumn("_pgwal_life", F.expr("coalesce(_pgwal_to, _pgwal_life)")).drop("_pgwal_from", "_pgwal_to")
     return lives.drop("_pgwal_birth")
 
 
@@ -297,10 +303,10 @@ def heads(links: "DataFrame") -> "DataFrame | None":
     if links.isEmpty():
         return None
     while True:
-        further = links.select(F.col("_pgwal_from").alias("_pgwal_between"), F.col("_pgwal_to").alias("_pgwal_further"))
-        joined = links.join(further, F.col("_pgwal_to") == F.col("_pgwal_between"), "left")
-        onward = F.coalesce("_pgwal_further", "_pgwal_to").alias("_pgwal_to")
-        spanned = joined.select("_pgwal_from", onward, F.col("_pgwal_further").isNotNull().alias("_pgwal_grown")).localCheckpoint()
+        further = links.selectExpr("_pgwal_from AS _pgwal_between", "_pgwal_to AS _pgwal_further")
+        joined = links.join(further, F.expr("_pgwal_to = _pgwal_between"), "left")
+        onward = "coalesce(_pgwal_further, _pgwal_to) AS _pgwal_to"
+        spanned = joined.selectExpr("_pgwal_from", onward, "_pgwal_further IS NOT NULL AS _pgwal_grown").localCheckpoint()
         links = spanned.drop("_pgwal_grown")
         if spanned.where("_pgwal_grown").isEmpty():
             return links
@@ -310,9 +316,8 @@ def checked(changes: "DataFrame", shape: Shape) -> "DataFrame":
     """`changes` that fail with `unsent_marker` when they are read, if a value is nowhere."""
     if LOST not in changes.columns:
         return changes
-    return changes.withColumn(
-        KEPT, F.when(F.col(LOST).isNotNull(), F.raise_error(F.lit(unsent_marker(shape.table)))).otherwise(F.col(KEPT))
-    ).drop(LOST)
+    judged = f"CASE WHEN {LOST} IS NOT NULL THEN raise_error({literal(unsent_marker(shape.table))}) ELSE {KEPT} END"
+    return changes.withColumn(KEPT, F.expr(judged)).drop(LOST)
 
 
 def rows_alone(changes: "DataFrame", shape: Shape) -> "tuple[DataFrame, DataFrame | None]":
@@ -322,10 +327,10 @@ def rows_alone(changes: "DataFrame", shape: Shape) -> "tuple[DataFrame, DataFram
     """
     lacking = None
     if LOST in changes.columns:
-        changes = changes.withColumn(LOST, F.coalesce(LOST, KEPT)).withColumn(KEPT, F.lit(None).cast("array<string>"))
-        lacking = changes.where(F.col(LOST).isNotNull())
-        changes = checked(changes, shape).where(F.col(KEPT).isNull())  # so that it is looked at
-    return changes.where(~F.col(GONE)).select(*(F.col(quote(name)) for name in shape.columns), COMMIT_LSN, TEXT), lacking
+        changes = changes.withColumn(LOST, F.expr(f"coalesce({LOST}, {KEPT})")).withColumn(KEPT, F.expr(NO_NAMES))
+        lacking = changes.where(f"{LOST} IS NOT NULL")
+        changes = checked(changes, shape).where(f"{KEPT} IS NULL")  # so that it is looked at
+    return changes.where(f"NOT {GONE}").selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT), lacking
 
 
 def unsent_marker(table: TableName) -> str:
@@ -364,61 +369,48 @@ def may_be_unsent(schema: StructType, shape: Shape) -> list[str]:
     return [name for name in shape.columns if not isinstance(schema[name].dataType, _FIXED)]
 
 
-def _key(events: "DataFrame", shape: Shape) -> "list[Column]":
-    return [F.expr(part) for part in key_parts(events.schema, shape.key)]
+def _ends(op: str) -> str:
+    """Whether a key has no row after a step with that op."""
+    return f"{op} IN ('D', 'K', 'A')"
 
 
-def _place() -> "list[Column]":
-    """The total order of a key's steps: a row leaves its old key before it takes the new one; a whole row comes after what it has seen."""
-    return [F.col(AT_LSN), F.col(AT_ORDINAL), F.when(F.col(OP) == "K", 0).when(F.col(OP).isin("S", "A"), 2).otherwise(1)]
+def _fixed(shape: Shape, movable: Sequence[str]) -> list[str]:
+    return [quote(name) for name in shape.columns if name not in movable]
 
 
-def _struct(parts: "Sequence[Column]") -> "Column":
-    return F.struct(*(part.alias(f"p{number}") for number, part in enumerate(parts)))
-
-
-def _ends() -> "Column":
-    return F.col(OP).isin(*_ENDS)
-
-
-def _fixed(shape: Shape, movable: Sequence[str]) -> "list[Column]":
-    return [F.col(quote(name)) for name in shape.columns if name not in movable]
-
-
-def _sent_values(movable: Sequence[str]) -> "list[Column]":
+def _sent_values(movable: Sequence[str]) -> list[str]:
     """For each column the newest value that was sent and its text, as a struct (v, t) called `_pgwal_v<number>`; null where none was."""
     found = []
     for number, name in enumerate(movable):
-        sent = F.col(OP).isin("I", "U", "S") & ~F.coalesce(F.array_contains(F.col(UNCHANGED), name), F.lit(False))
-        value = F.struct(F.col(quote(name)).alias("v"), F.expr(text_of(name)).alias("t"))
-        found.append(F.max_by(F.when(sent, value), F.when(sent, _struct(_place()))).alias(f"_pgwal_v{number}"))
+        sent = f"CASE WHEN {OP} IN ('I', 'U', 'S') AND NOT coalesce(array_contains({UNCHANGED}, {literal(name)}), false) THEN"
+        value = f"struct({quote(name)} AS v, {text_of(name)} AS t)"
+        found.append(f"max_by({sent} {value} END, {sent} {_AT} END) AS _pgwal_v{number}")
     return found
 
 
-def _values(shape: Shape, movable: Sequence[str]) -> "list[Column]":
-    number = {name: number for number, name in enumerate(movable)}
-    return [
-        (F.col(f"_pgwal_v{number[name]}")["v"] if name in number else F.col(f"_pgwal_last.{quote(name)}")).alias(name)
-        for name in shape.columns
-    ]
+def _values(shape: Shape, movable: Sequence[str]) -> list[str]:
+    sent = {name: f"_pgwal_v{number}.v" for number, name in enumerate(movable)}
+    return [f"{sent.get(name, f'_pgwal_last.{quote(name)}')} AS {quote(name)}" for name in shape.columns]
 
 
-def _merged_text(movable: Sequence[str]) -> "Column":
+def _merged_text(movable: Sequence[str]) -> str:
     """`_pgwal_text` of the folded row: each entry goes with the value that it belongs to."""
     names = ", ".join(literal(name) for name in movable)
     ours = ", ".join(f"struct({literal(name)} AS key, _pgwal_v{number}.t AS value)" for number, name in enumerate(movable))
     if not movable:
-        return F.expr(f"_pgwal_last.{TEXT}").alias(TEXT)
+        return f"_pgwal_last.{TEXT} AS {TEXT}"
     fixed = f"coalesce(map_entries(map_filter(_pgwal_last.{TEXT}, (k, v) -> NOT k IN ({names}))), array())"
     entries = f"filter(concat({fixed}, array({ours})), e -> e.value IS NOT NULL)"
-    return F.expr(f"CASE WHEN size({entries}) > 0 THEN map_from_entries({entries}) END").alias(TEXT)
+    return f"CASE WHEN size({entries}) > 0 THEN map_from_entries({entries}) END AS {TEXT}"
 
 
-def _unsent_names(movable: Sequence[str]) -> "Column":
-    names = [F.when(F.col(f"_pgwal_v{number}").isNull(), F.lit(name)) for number, name in enumerate(movable)]
-    found = F.array_compact(F.array(*names)) if names else F.lit(None).cast("array<string>")
-    return F.when(F.size(found) > 0, found)
+def _unsent_names(movable: Sequence[str]) -> str:
+    """The names of the columns of which no value was sent, as an array; null where there is none."""
+    if not movable:
+        return NO_NAMES
+    names = ", ".join(f"CASE WHEN _pgwal_v{number} IS NULL THEN {literal(name)} END" for number, name in enumerate(movable))
+    return f"CASE WHEN size(array_compact(array({names}))) > 0 THEN array_compact(array({names})) END"
 
 
-def _judged(unsent: "Column", lost: "Column") -> "list[Column]":
-    return [F.when(~lost, unsent).alias(KEPT), F.when(lost, unsent).alias(LOST)]
+def _judged(unsent: str, lost: str) -> list[str]:
+    return [f"CASE WHEN {lost} THEN {NO_NAMES} ELSE {unsent} END AS {KEPT}", f"CASE WHEN {lost} THEN {unsent} END AS {LOST}"]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
-from pyspark.sql import functions as F  # noqa: N812
 
 from pgwal_pipeline.errors import LakeError, TableError
 from pgwal_pipeline.lake import bag, fold
@@ -63,14 +62,9 @@ def isolated(spark: "SparkSession", conf: Mapping[str, str]) -> "Iterator[SparkS
                 session.client.release_session()
             session.client.close()
         return
-    session = spark.newSession()
-    # A new session has what Spark was started with, not what was set in this one since.
-    ours = {
-        name: value
-        for name, value in spark.conf.getAll.items()
-        if session.conf.get(name, None) != value and session.conf.isModifiable(name)
-    }
-    yield _configured(session, {**ours, **conf})
+    # As the server does for Connect: a new session would lack what was set in this one since Spark started. Nothing public does it here.
+    java: Any = spark._jsparkSession  # noqa: SLF001
+    yield _configured(type(spark)(spark.sparkContext, java.cloneSession()), conf)
 
 
 def _configured(session: Any, conf: Mapping[str, str]) -> "SparkSession":
@@ -124,9 +118,9 @@ def _named(
     if lacking is None:
         return [], None
     texts = [text for name in key if (text := source_text(lacking.schema, name)) is not None]
-    as_text = F.array(*map(F.expr, texts)) if len(texts) == len(key) else F.lit(None).cast("array<string>")
+    as_text = f"array({', '.join(texts)})" if len(texts) == len(key) else fold.NO_NAMES
     found, keys = [], []
-    for row in lacking.withColumn("_pgwal_key", as_text).limit(_KEYS + 1).collect():
+    for row in lacking.selectExpr("*", f"{as_text} AS _pgwal_key").limit(_KEYS + 1).collect():
         values = row.asDict()
         text = values[fold.TEXT] or {}
         names = values[fold.LOST] or values[fold.KEPT]
