@@ -28,6 +28,12 @@ _INTERPRETED = {
     "spark.sql.adaptive.enabled": "false",
     "spark.databricks.delta.merge.deletionVectors.persistent": "false",
 }
+_LITERALLY = {
+    # Names are names, and literals what `columns.literal` makes, whatever the session that was given makes of SQL text.
+    "spark.sql.variable.substitute": "false",
+    "spark.sql.parser.escapedStringLiterals": "false",
+    "spark.sql.parser.quotedRegexColumnNames": "false",
+}
 _SHOWN = 20
 """How many of the rows that lack a value are named in the error."""
 _KEYS = 1000
@@ -68,7 +74,7 @@ def isolated(spark: "SparkSession", conf: Mapping[str, str]) -> "Iterator[SparkS
 
 
 def _configured(session: Any, conf: Mapping[str, str]) -> "SparkSession":
-    for name, value in conf.items():
+    for name, value in (*_LITERALLY.items(), *conf.items()):
         session.conf.set(name, value)
     return session
 

@@ -165,6 +165,35 @@ def test_some_windows_in_a_folder_of_any_name(windows: int, spark: "SparkSession
     assert sorted(row["id"] for row in rows_of(folder / "current")) == [*range(1, windows + 2)]
 
 
+@pytest.mark.parametrize("session", ["spark", "spark_connect"])
+def test_names_that_a_parser_would_take_for_more(session: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Whatever the session makes of `${…}`, of backslashes and of backticks, names are names."""
+    spark = request.getfixturevalue(session)
+    wanted = {"spark.sql.parser.escapedStringLiterals": "true", "spark.sql.parser.quotedRegexColumnNames": "true"}
+    columns = {"${x}id": INT, "id": INT, "${x}it's \\d": TEXT, "it's \\d": TEXT, "a.b": TEXT, "aXb": TEXT}
+    folder, key = tmp_path / "its", ["${x}id", "a.b"]
+    write_rows(folder / "snapshot", columns, [(1, 10, "one", "uno", "k", "x"), (2, 20, "two", "due", "k", "x")])
+    unsent = ["${x}it's \\d"]
+    write_events(
+        folder / "raw", columns, [("U", 500, 0, (1, 11, None, "un", "k", "y"), unsent), ("I", 501, 0, (3, 30, "t", "q", "k", "z"))]
+    )
+    moved = [("K", 1500, 0, (2, None, None, None, "k", None)), ("U", 1500, 0, (4, 21, None, "d", "m", "w"), unsent)]
+    write_events(folder / "raw", columns, [*moved, ("U", 1600, 0, (1, 12, None, "u", "k", "v"), unsent)])
+    for name, value in wanted.items():
+        spark.conf.set(name, value)
+    try:
+        anything = Traits(truncated=False)
+        replace(spark, replace_request(folder, 1000, anything, [_BEFORE], key=key, columns=list(columns)))
+        merge(spark, merge_request(folder, 1000, 2000, anything, key=key, columns=list(columns)))
+    finally:
+        for name in wanted:
+            spark.conf.unset(name)
+    table = spark.read.format("delta").load(str(folder / "current"))
+    assert set(columns) < set(table.columns)
+    found = sorted(tuple(row[name] for name in columns) for row in table.collect())
+    assert found == [(1, 12, "one", "u", "k", "v"), (3, 30, "t", "q", "k", "z"), (4, 21, "two", "d", "m", "w")]
+
+
 def test_keys_of_floating_point(spark: "SparkSession", tmp_path: Path) -> None:
     columns = {"id": pa.float64(), "body": TEXT}
     nan = float("nan")

@@ -17,7 +17,7 @@ from pgwal_pipeline.postgres.dsn import connect, replication_connection
 from pgwal_pipeline.postgres.health import Check, doctor_checks, slot_health
 from pgwal_pipeline.postgres.slot import SlotState
 from pgwal_pipeline_tests.postgres.standby import standby_of
-from pgwal_pipeline_tests.support import Source, fresh_source
+from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
 NAME = "health_test"
 
@@ -88,6 +88,8 @@ def test_settings_that_would_stop_it(make_server: Callable[..., Postgres]) -> No
         assert found["wal_sender_timeout"].mend
         assert "unlimited" in found["max_slot_wal_keep_size"].found
         assert found["max_slot_wal_keep_size"].mend
+        walsenders = "select count(*) from pg_stat_activity where backend_type = 'walsender'"
+        wait_for(lambda: not source.value(walsenders), what="the walsender of the checks to end")
         with slot_walsender(source):
             found = checks(source)
             assert not found["max_wal_senders"].ok
