@@ -61,6 +61,8 @@ def test_the_main_job_from_nothing(source: Source, commands: Commands, request: 
     source.sql("CREATE TABLE nokey (a int)")
     source.sql('INSERT INTO "Order Lines" SELECT i, 1, i FROM generate_series(1, 30) i')
     name = 'public."Order Lines"'
+    # Commands that start a Spark of their own are in test_secrets, in the demo, and on an object store.
+    commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_address")
     before = commands.json("status")
     assert before == {"slot": None, "frontier": None, "publish": None, "tables": {}}
     assert commands.run("as-of")[0] == 1
@@ -69,8 +71,6 @@ def test_the_main_job_from_nothing(source: Source, commands: Commands, request: 
     assert [(taken["table"], taken["rows"]) for taken in first["snapshots"]] == [(name, 30)]
     assert set(first["seconds"]) == {"drain", "decode", "write", "snapshot", "session", "publish", "total"}
     assert any("nokey" in warning for warning in first["warnings"])
-    # The first command had a Spark of its own; for the others a warm one is at hand.
-    commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_address")
     source.sql('UPDATE "Order Lines" SET line = 2 WHERE id = 3')
     second = commands.json("sync")
     assert (second["changes"], [window["changes"] for window in second["windows"]]) == (1, [1])

@@ -443,11 +443,11 @@ def test_a_connection_that_breaks(pattern: str, source: Source, make_pipeline: M
     def terminate() -> None:
         while not ended.is_set() and not broken:
             rows = conn.execute(
-                "SELECT pg_terminate_backend(s.active_pid) FROM pg_replication_slots s JOIN pg_stat_replication r ON r.pid = s.active_pid "
-                "WHERE s.slot_name LIKE %s AND r.sent_lsn > s.confirmed_flush_lsn",
+                "SELECT pg_terminate_backend(active_pid) FROM (SELECT active_pid FROM pg_replication_slots s "
+                "JOIN pg_stat_replication r ON r.pid = active_pid WHERE slot_name LIKE %s AND sent_lsn > confirmed_flush_lsn LIMIT 1) one",
                 [pattern.format(slot=pipeline.settings.slot.replace("_", r"\_"))],
             ).fetchall()
-            broken.extend(rows[:1])
+            broken.extend(rows)
 
     thread = threading.Thread(target=terminate)
     thread.start()
