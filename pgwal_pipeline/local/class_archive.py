@@ -47,7 +47,9 @@ def recorded(java: Java) -> Iterator[list[str]]:
             base, top = Path(name, _BASE), Path(name, _TOP)
             dump = [java.home / "bin/java", "-Xshare:dump", f"-XX:SharedArchiveFile={base}", *_QUIET]
             subprocess.run(dump, capture_output=True, check=True, stdin=subprocess.DEVNULL)
-            yield [shlex.quote(f"-XX:SharedArchiveFile={base}"), shlex.quote(f"-XX:ArchiveClassesAtExit={top}"), *_QUIET]
+            archives = [shlex.quote(f"-XX:SharedArchiveFile={base}"), shlex.quote(f"-XX:ArchiveClassesAtExit={top}")]
+            # It is over before what Java's second compiler makes would pay.
+            yield [*archives, "-XX:TieredStopAtLevel=1", *_QUIET]
             if not top.exists():
                 raise PgwalError(f"Java {java.version} in {java.home} recorded no archive of Spark's classes.")
             for old in target.parent.glob("classes-*"):

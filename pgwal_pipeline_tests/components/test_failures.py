@@ -3,6 +3,7 @@ import pytest
 
 from pgwal_pipeline.components.failures import RETRIES, at_work
 from pgwal_pipeline.errors import SlotBusy, SlotLost, SourceUnavailable
+from pgwal_pipeline_tests.components.instances import dagster_instance
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ def test_only_what_passes_is_tried_again(error: Exception, attempts: int, senten
             tried.append(context.run_id)
             raise error
 
-    with dg.instance_for_test() as instance:
+    with dagster_instance() as instance:
         job = dg.GraphDefinition(name="job", node_defs=[step]).to_job()
         result = job.execute_in_process(instance=instance, raise_on_error=False)
         assert len(tried) == attempts
@@ -52,7 +53,7 @@ def test_a_run_that_is_terminated_does_not_begin_anew() -> None:
             context.instance.report_run_canceling(context.run)
             raise KeyboardInterrupt
 
-    with dg.instance_for_test() as instance:
+    with dagster_instance() as instance:
         dg.GraphDefinition(name="job", node_defs=[step]).to_job().execute_in_process(instance=instance, raise_on_error=False)
         assert len(tried) == 1
         run = instance.get_run_by_id(tried[0])

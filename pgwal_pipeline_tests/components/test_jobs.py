@@ -20,6 +20,7 @@ from pgwal_pipeline.pipeline.status import lag
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests.components.instances import dagster_instance
 from pgwal_pipeline_tests.components.projects import project
 from pgwal_pipeline_tests.shared_spark import PARTS
 from pgwal_pipeline_tests.support import Source
@@ -69,7 +70,7 @@ def location(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(name, value)
     with ExitStack() as stack:
         definitions = stack.enter_context(project(tmp_path, {"cdc": {}}))
-        yield Location(definitions, stack.enter_context(dg.instance_for_test()), Settings.from_environment())
+        yield Location(definitions, stack.enter_context(dagster_instance()), Settings.from_environment())
 
 
 def materialized(result: dg.ExecuteInProcessResult) -> dict[tuple[dg.AssetKey, str | None], Mapping[str, Any]]:
@@ -256,7 +257,7 @@ def test_with_no_table_known_the_jobs_do_the_same_work(
     monkeypatch.setenv("PGWAL_SPARK_MASTER", "local[2]")
     monkeypatch.setenv("PGWAL_SPARK_CONF", json.dumps(PARTS))
     monkeypatch.setenv("PGWAL_SOURCE_DSN", source.dsn)
-    with project(tmp_path, {"cdc": {}}) as definitions, dg.instance_for_test() as instance:
+    with project(tmp_path, {"cdc": {}}) as definitions, dagster_instance() as instance:
         source.sql("CREATE TABLE orders (id int PRIMARY KEY)")
         source.sql("INSERT INTO orders VALUES (1)")
         location = Location(definitions, instance, Settings.from_environment())

@@ -9,6 +9,7 @@ from pgwal_pipeline.components import maintenance
 from pgwal_pipeline.components.source import CdcSource, StepContext
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests.components.instances import dagster_instance
 
 
 def test_old_runs_are_deleted_past_one_that_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +21,7 @@ def test_old_runs_are_deleted_past_one_that_is_at_work(monkeypatch: pytest.Monke
     def work() -> None: ...
 
     ended, working = dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.STARTED
-    with dg.instance_for_test() as instance:
+    with dagster_instance() as instance:
         for status in (ended, working, dg.DagsterRunStatus.FAILURE, working, working, ended, dg.DagsterRunStatus.CANCELED):
             instance.create_run_for_job(work, tags={"pgwal/slot": source.tag}, status=status)
         of_another = instance.create_run_for_job(work, tags={"pgwal/slot": "another"}, status=ended)

@@ -8,6 +8,7 @@ import pytest
 from pgwal_pipeline.components.requests import Look, busy, look_again, pausing, what_is_due, window_to_drain
 from pgwal_pipeline.pipeline.reports import LagReading
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests.components.instances import dagster_instance
 
 SETTINGS = Settings(lag_threshold=1000, max_staleness=60)
 QUIET = LagReading(slot_exists=True, lag_bytes=0, confirmed_flush_lsn=500, flush_lsn=500, insert_lsn=500, snapshot="10:10:")
@@ -121,7 +122,7 @@ def test_the_window_asked_for() -> None:
 
 @pytest.fixture
 def instance() -> Iterator[dg.DagsterInstance]:
-    with dg.instance_for_test() as instance:
+    with dagster_instance() as instance:
         yield instance
 
 

@@ -20,6 +20,7 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.pipeline.reports import LagReading
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests.components.instances import dagster_instance
 from pgwal_pipeline_tests.components.projects import table
 
 SLOT = dg.AssetKey(["slot", "pgwal"])
@@ -62,7 +63,7 @@ class FakeSlot:
 
 @pytest.fixture
 def instance() -> Iterator[dg.DagsterInstance]:
-    with dg.instance_for_test() as instance:
+    with dagster_instance() as instance:
         yield instance
 
 

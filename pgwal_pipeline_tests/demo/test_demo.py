@@ -82,20 +82,14 @@ def test_the_demo_from_nothing_to_a_publish_and_again_after_a_kill(folder: Path)
     demo.await_text(r"(Every table in the lake stands at one LSN)")
     publish = find_publish(Settings.from_environment({"PGWAL_LAKE": str(folder / "demo/lake")}))
     assert not any(broken_in_lake(publish["tables"]).values())
-    assert demo.end(signal.SIGINT) == (130, pytest.approx(15, abs=15))
-    assert _marked(folder / "demo") == []
-    assert not (folder / "demo/postgres/postmaster.pid").exists()
-
-    killed = Demo(folder)
-    killed.await_text(r"(nothing is seeded)")
-    address = killed.await_text(r"Dagster's UI is on (http://127\.0\.0\.1:\d+)\.")
-    killed.end(signal.SIGKILL)
+    demo.end(signal.SIGKILL)
 
     again = Demo(folder)
     again.await_text(r"(nothing is seeded)")
     address = again.await_text(r"Dagster's UI is on (http://127\.0\.0\.1:\d+)\.")
-    assert again.end(signal.SIGTERM) == (143, pytest.approx(15, abs=15))
+    assert again.end(signal.SIGINT) == (130, pytest.approx(15, abs=15))
     assert _marked(folder / "demo") == []
+    assert not (folder / "demo/postgres/postmaster.pid").exists()
     assert is_free(int(address.rpartition(":")[2]))
     assert find_publish(Settings.from_environment({"PGWAL_LAKE": str(folder / "demo/lake")}))["lsn"] >= publish["lsn"]
 
@@ -138,3 +132,8 @@ def test_one_folder_has_one_demo_at_a_time(folder: Path) -> None:
     assert "A demo is running in" in other.stderr
     assert demo.end(signal.SIGTERM)[0] == 143
     assert _marked(folder / "demo") == []
+    # What ended so is gone on with, as what was killed is.
+    again = Demo(folder)
+    again.await_text(r"(nothing is seeded)")
+    assert again.end(signal.SIGTERM)[0] == 143
+    assert not (folder / "demo/postgres/postmaster.pid").exists()

@@ -122,7 +122,8 @@ def assert_raw_once(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.long
-def test_the_commands(place: Place, pipeline: Pipeline, tmp_path: Path) -> None:
+@pytest.mark.parametrize("connect", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["own_spark", "connect"])
+def test_the_commands(connect: bool, place: Place, pipeline: Pipeline, tmp_path: Path) -> None:
     """With a Spark of the command's own first: the way of the keys and the jars to a JVM is another one there."""
     commands = Commands(tmp_path, pipeline.source.dsn)
     settings = {"PGWAL_LAKE": pipeline.settings.lake, "PGWAL_SLOT": pipeline.settings.slot, "PGWAL_PUBLICATION": pipeline.settings.slot}
@@ -138,7 +139,8 @@ def test_the_commands(place: Place, pipeline: Pipeline, tmp_path: Path) -> None:
     first = json.loads(out)
     assert {taken["table"]: taken["rows"] for taken in first["snapshots"]} == {"public.a": 100, "public.b": 10}
     assert_current(pipeline)
-    commands.environment["PGWAL_SPARK_REMOTE"] = place.spark
+    if connect:
+        commands.environment["PGWAL_SPARK_REMOTE"] = place.spark
     change(pipeline.source, 1)
     second = commands.json("sync")
     assert second["changes"] > 10
