@@ -26,9 +26,9 @@ _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _INTERRUPTION = "interrupted; what was complete is safe, and the next run goes on from there."
 _CLEAN_SECONDS = 20.0  # what an interrupted command gets to unwind; every state it may be cut off in is one the next run starts from
 _NAMED_SECONDS = 3.0
+_DEMO_CLEAN_SECONDS = 120.0  # more than the bounds of all its parts together: cut off, it would leave its Postgres behind
 # Nothing of what a command loads is garbage: looking through all of it as often as Python does takes a tenth of its start.
 _SELDOM = (2_000, 20, 100)
-_DEMO_CLEAN_SECONDS = 120.0  # more than the bounds of all its parts together: cut off, it would leave its Postgres behind
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -56,13 +56,13 @@ def commands(source: Source, tmp_path: Path) -> Commands:
 
 
 @pytest.mark.long
-def test_the_main_job_from_nothing(source: Source, commands: Commands, request: pytest.FixtureRequest) -> None:
+def test_the_main_job_from_nothing(source: Source, commands: Commands, connect_address: str) -> None:
     source.sql('CREATE TABLE "Order Lines" (id int, line int, price numeric(8, 2), PRIMARY KEY (id, line))')
     source.sql("CREATE TABLE nokey (a int)")
     source.sql('INSERT INTO "Order Lines" SELECT i, 1, i FROM generate_series(1, 30) i')
     name = 'public."Order Lines"'
     # Commands that start a Spark of their own are in test_secrets, in the demo, and on an object store.
-    commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_address")
+    commands.environment["PGWAL_SPARK_REMOTE"] = connect_address
     before = commands.json("status")
     assert before == {"slot": None, "frontier": None, "publish": None, "tables": {}}
     assert commands.run("as-of")[0] == 1
@@ -97,10 +97,8 @@ def test_the_main_job_from_nothing(source: Source, commands: Commands, request: 
 
 
 @pytest.mark.long
-def test_a_table_that_waits_for_an_old_transaction_holds_up_no_other(
-    source: Source, commands: Commands, request: pytest.FixtureRequest
-) -> None:
-    commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_address")
+def test_a_table_that_waits_for_an_old_transaction_holds_up_no_other(source: Source, commands: Commands, connect_address: str) -> None:
+    commands.environment["PGWAL_SPARK_REMOTE"] = connect_address
     source.sql("CREATE TABLE t (id int PRIMARY KEY); CREATE TABLE other (id int PRIMARY KEY)")
     commands.json("drain")
     old = source.connect(autocommit=False)

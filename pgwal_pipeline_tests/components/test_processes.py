@@ -1,21 +1,12 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import dagster as dg
-import pytest
 
 from pgwal_pipeline.components.processes import PROCESS_TAG, end_dead_runs, is_dead, process_tags
-from pgwal_pipeline_tests.components.instances import dagster_instance
 
 SHOW = "from pgwal_pipeline.components.processes import process_tags; print(process_tags()['pgwal/process'], flush=True); input()"
-
-
-@pytest.fixture
-def instance() -> Iterator[dg.DagsterInstance]:
-    with dagster_instance() as instance:
-        yield instance
 
 
 @dg.job

@@ -1,14 +1,11 @@
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import dagster as dg
-import pytest
 
 from pgwal_pipeline.components.requests import Look, busy, look_again, pausing, what_is_due, window_to_drain
 from pgwal_pipeline.pipeline.reports import LagReading
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline_tests.components.instances import dagster_instance
 
 SETTINGS = Settings(lag_threshold=1000, max_staleness=60)
 QUIET = LagReading(slot_exists=True, lag_bytes=0, confirmed_flush_lsn=500, flush_lsn=500, insert_lsn=500, snapshot="10:10:")
@@ -118,12 +115,6 @@ def test_the_window_asked_for() -> None:
     assert window_to_drain(behind, "0000000000001800") == "0000000000001800"
     assert window_to_drain(behind, "0000000000001000") == "0000000000002000"
     assert window_to_drain(replace(behind, slot_exists=False, confirmed_flush_lsn=None), "0000000000001800") == "0000000000002000"
-
-
-@pytest.fixture
-def instance() -> Iterator[dg.DagsterInstance]:
-    with dagster_instance() as instance:
-        yield instance
 
 
 def run(instance: dg.DagsterInstance, *, fails: bool, name: str = "sync") -> None:

@@ -1,6 +1,6 @@
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,6 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.pipeline.reports import LagReading
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline_tests.components.instances import dagster_instance
 from pgwal_pipeline_tests.components.projects import table
 
 SLOT = dg.AssetKey(["slot", "pgwal"])
@@ -59,12 +58,6 @@ class FakeSlot:
 
     def is_drained(self, end: int) -> None:
         self.reading = replace(self.reading, confirmed_flush_lsn=end, lag_bytes=self.reading.flush_lsn - end)
-
-
-@pytest.fixture
-def instance() -> Iterator[dg.DagsterInstance]:
-    with dagster_instance() as instance:
-        yield instance
 
 
 @pytest.fixture

@@ -186,10 +186,12 @@ def test_a_source_that_goes_away_for_good_leaves_what_came(
         assert read.window.changes > 0
         monkeypatch.setattr(failpoints, "hit", lambda name: None)
         proxy.refusing, proxy.cut_after = False, None
+        # On a busy machine the drain that failed may have finished a window before.
+        finished = sum(window.changes for window in pipeline.ledger.windows())
         report = drained(pipeline)
         assert report.windows[0].end_lsn == read.window.end_lsn
         assert report.windows[0].changes == read.window.changes
-    assert assert_raw_is_whole(source, pipeline.settings.lake) == sum(window.changes for window in pipeline.ledger.windows())
+    assert assert_raw_is_whole(source, pipeline.settings.lake) == finished + report.changes
 
 
 def test_a_server_that_crashes_and_comes_back(

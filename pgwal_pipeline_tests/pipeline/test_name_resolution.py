@@ -124,10 +124,11 @@ def test_a_name_that_is_never_found_again(
     assert str(caught.value) == sentence
     assert names.asked == asked + 1
     names.times = 0
+    # On a busy machine the drain that failed may have finished a window before.
+    finished = sum(window.changes for window in pipeline.ledger.windows())
     report = drained(pipeline)
     assert (report.windows[0].end_lsn, report.windows[0].changes) == (read.window.end_lsn, read.window.changes)
-    # On a busy machine the drain that failed may have finished a window before.
-    assert assert_raw_is_whole(source, pipeline.settings.lake) == sum(window.changes for window in pipeline.ledger.windows())
+    assert assert_raw_is_whole(source, pipeline.settings.lake) == finished + report.changes
 
 
 # In a mount namespace of its own this process has an /etc/hosts of its own, and asks no name server but one that is not there.
