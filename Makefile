@@ -4,6 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 RECORDED := .venv/.recorded
 CODE := pgwal_pipeline pgwal_pipeline_tests bench
+# Hundreds of processes load the same modules: compiling them anew each time would be a tenth of all that the tests do.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint bench soak clean
@@ -29,7 +31,7 @@ demo: install ## embedded Postgres, a live workload, the pipeline and Dagster's 
 # At the first time lint goes beside the recording, which keeps one core.
 test: $(STAMP) ## lint, types and every test
 	@$(MAKE) --no-print-directory --jobs 2 install lint
-	@$(BIN)/python -m pytest -m 'not soak' -n 4 --dist worksteal
+	@$(PYTEST) -m 'not soak' -n 4 --dist worksteal
 
 lint: $(STAMP) ## ruff and pyright
 	@$(BIN)/ruff check $(CODE)
@@ -40,7 +42,7 @@ bench: install ## the benchmarks; results go to artifacts/
 	@$(BIN)/python -m bench
 
 soak: install ## what takes hours: rounds of chaos, random changes and kills, and further variants of the tests
-	@$(BIN)/python -m pytest -m soak --timeout 0
+	@$(PYTEST) -m soak --timeout 0
 
 clean: ## remove what was built and what the demo made; the lake and .dagster stay
 	rm -rf .venv .demo build dist .pytest_cache .ruff_cache .hypothesis

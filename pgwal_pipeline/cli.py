@@ -18,6 +18,8 @@ import click
 from pgwal_pipeline.printable import printable
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from pgwal_pipeline.pipeline.reports import RunReport
     from pgwal_pipeline.relation import TableName
     from pgwal_pipeline.settings import Settings
@@ -168,11 +170,17 @@ def _table_names(names: tuple[str, ...]) -> "list[TableName]":
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
 
 
-def _run(as_json: bool, work: "Callable[[Settings], RunReport]") -> None:
-    """Run a command that goes through Dagster, print its report, and fail if a table could not be published."""
+def _run(as_json: bool, work: "Callable[[ModuleType, Settings], RunReport]") -> None:
+    """Run a command that goes through Dagster, print its report, and fail if a table could not be published.
+
+    `work` is given the module `runs`, which takes Dagster a second to load: what is wrong with a setting is said before.
+    """
     started = time.monotonic()
     with _quiet_stdout():
-        report = work(_settings())
+        settings = _settings()
+        from pgwal_pipeline import runs
+
+        report = work(runs, settings)
     answer = report.to_json(time.monotonic() - started)
     _answer(as_json, answer, lambda: _report_lines(answer))
     if report.errors:
@@ -204,9 +212,7 @@ def _report_lines(answer: dict[str, Any]) -> Iterator[str]:
 @_command
 def sync(as_json: bool) -> None:
     """The main job once: make what is missing, snapshot what needs it, drain to now, publish."""
-    from pgwal_pipeline import runs
-
-    _run(as_json, runs.sync)
+    _run(as_json, lambda runs, settings: runs.sync(settings))
 
 
 @main.command()
@@ -214,9 +220,7 @@ def sync(as_json: bool) -> None:
 @_command
 def drain(as_json: bool) -> None:
     """Only from the slot to raw; takes no snapshot."""
-    from pgwal_pipeline import runs
-
-    _run(as_json, runs.drain)
+    _run(as_json, lambda runs, settings: runs.drain(settings))
 
 
 @main.command()
@@ -224,9 +228,7 @@ def drain(as_json: bool) -> None:
 @_command
 def publish(as_json: bool) -> None:
     """Only from raw to current; works while the source is down."""
-    from pgwal_pipeline import runs
-
-    _run(as_json, runs.publish)
+    _run(as_json, lambda runs, settings: runs.publish(settings))
 
 
 @main.command()
@@ -236,12 +238,10 @@ def publish(as_json: bool) -> None:
 @_command
 def resnapshot(tables: tuple[str, ...], every: bool, as_json: bool) -> None:
     """Read tables again from the source now, and publish them."""
-    from pgwal_pipeline import runs
-
     if every == bool(tables):
         raise click.UsageError("name the tables to read again, or --all.")
     names = None if every else _table_names(tables)
-    _run(as_json, lambda settings: runs.resnapshot(settings, names))
+    _run(as_json, lambda runs, settings: runs.resnapshot(settings, names))
 
 
 @main.command()
@@ -280,10 +280,11 @@ def status(as_json: bool) -> None:
 @_command
 def verify(tables: tuple[str, ...], as_json: bool) -> None:
     """Compare source and current at one LSN, every value; brings current there first. Exit 1 on a difference."""
-    from pgwal_pipeline import runs
-
     with _quiet_stdout():
-        answer, errors = runs.verify(_settings(), _table_names(tables) or None)
+        settings, names = _settings(), _table_names(tables) or None
+        from pgwal_pipeline import runs
+
+        answer, errors = runs.verify(settings, names)
 
     def lines() -> Iterator[str]:
         for name, table in answer["tables"].items():
