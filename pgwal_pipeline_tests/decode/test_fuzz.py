@@ -26,7 +26,7 @@ from pgwal_pipeline_tests.decode.streams import comparable, plain
 from pgwal_pipeline_tests.decode.wire import decoded_copy
 from pgwal_pipeline_tests.support import Source, copy_messages, fresh_source
 
-QUICK = 20_000
+QUICK = 10_000
 SOAK = 1_000_000
 PARTS = 4
 _MEMORY = 300 << 10  # kB by which the process may grow: a length that is believed before it is checked would ask for gigabytes

@@ -154,7 +154,7 @@ def test_inserts_alone(spark: "SparkSession", things: Path) -> None:
         assert watermark(str(things / name)) == 2000
 
 
-@pytest.mark.parametrize("windows", [2, 40])  # some files, and many
+@pytest.mark.parametrize("windows", [pytest.param(2, marks=pytest.mark.soak), 40])  # some files, which other tests have too, and many
 def test_some_windows_in_a_folder_of_any_name(windows: int, spark: "SparkSession", tmp_path: Path) -> None:
     folder, columns = tmp_path / "a {y,z} *?#", {"id": INT, "body": TEXT}
     write_rows(folder / "snapshot", columns, [(1, "one")])
@@ -165,7 +165,7 @@ def test_some_windows_in_a_folder_of_any_name(windows: int, spark: "SparkSession
     assert sorted(row["id"] for row in rows_of(folder / "current")) == [*range(1, windows + 2)]
 
 
-@pytest.mark.parametrize("session", ["spark", "spark_connect"])
+@pytest.mark.parametrize("session", ["spark", pytest.param("spark_connect", marks=pytest.mark.soak)])
 def test_names_that_a_parser_would_take_for_more(session: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Whatever the session makes of `${…}`, of backslashes and of backticks, names are names."""
     spark = request.getfixturevalue(session)

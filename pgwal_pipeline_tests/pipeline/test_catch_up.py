@@ -260,15 +260,20 @@ BY_PARENT = [
     pytest.param("catch_up.ready", marks=IN_SOAK),
     pytest.param("drain.read", marks=IN_SOAK),
     pytest.param("drain.after_files", marks=IN_SOAK),
-    "catch_up.read_here",
+    pytest.param("catch_up.read_here", marks=IN_SOAK),
     "catch_up.all_read",
-    "drain.after_prepared",
+    pytest.param("drain.after_prepared", marks=IN_SOAK),
     pytest.param("raw.between_tables", marks=IN_SOAK),
     pytest.param("drain.before_complete", marks=IN_SOAK),
     "drain.before_confirm",
     pytest.param("drain.after_confirm", marks=IN_SOAK),
 ]
-BY_WORKER = ["catch_up.copied", pytest.param("catch_up.moved", marks=IN_SOAK), "catch_up.after_files", "catch_up.recorded"]
+BY_WORKER = [
+    "catch_up.copied",
+    pytest.param("catch_up.moved", marks=IN_SOAK),
+    pytest.param("catch_up.after_files", marks=IN_SOAK),
+    "catch_up.recorded",
+]
 
 
 @pytest.mark.parametrize("point", BY_PARENT)

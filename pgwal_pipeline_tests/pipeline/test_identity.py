@@ -61,7 +61,9 @@ TAMPERING = {
 }
 
 
-@pytest.mark.parametrize(("how", "policy"), [("dropped", "stop"), ("advanced", "resnapshot"), ("made_anew", "stop")])
+@pytest.mark.parametrize(
+    ("how", "policy"), [("dropped", "stop"), ("advanced", "resnapshot"), pytest.param("made_anew", "stop", marks=pytest.mark.soak)]
+)
 def test_a_slot_that_is_not_where_it_was(how: str, policy: str, source: Source, make_pipeline: MakePipeline, spark: Any) -> None:
     pipeline = make_pipeline(on_slot_loss=policy)
     pipeline.spark = lambda: spark
@@ -107,7 +109,7 @@ def test_the_doctor_finds_what_would_stop_a_run(source: Source, make_pipeline: M
     assert wrong() == {}
 
 
-@pytest.mark.parametrize("why", ["size", "idle"])
+@pytest.mark.parametrize("why", ["size", pytest.param("idle", marks=pytest.mark.soak)])
 def test_a_slot_that_the_server_gave_up(why: str, make_server: Callable[..., Postgres], make_pipeline: MakePipeline, spark: Any) -> None:
     limits = {"max_slot_wal_keep_size": "1MB", "wal_keep_size": "0", "max_wal_size": "32MB", "min_wal_size": "32MB"}
     server = make_server(**(limits if why == "size" else {"idle_replication_slot_timeout": "1s"}))

@@ -57,7 +57,7 @@ def stream(source: Source, make_pipeline: Callable[..., Pipeline]) -> Pipeline:
     return made
 
 
-@pytest.mark.parametrize("size", [200, 3000, 20_000, 1_000_000])
+@pytest.mark.parametrize("size", [200, pytest.param(3000, marks=pytest.mark.soak), 20_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
 def test_a_file_that_cannot_grow(stream: Pipeline, size: int) -> None:
     """Writes fail half-way, as on a full disk, in whichever file first needs more than `size` bytes."""
     before = confirmed(stream)

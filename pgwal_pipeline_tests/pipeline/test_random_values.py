@@ -14,7 +14,7 @@ from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_values import assert_values, quoted
 from pgwal_pipeline_tests.support import Source
 
-ROWS = 150  # values of each type, which go by snapshot and by stream
+ROWS = 75  # values of each type, which go by snapshot and by stream
 
 _LABELS = ["", "ok", 'it\'s "odd", {so}', "ключ\\", "null"]
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

@@ -29,9 +29,10 @@ KEYS = {
     "int4range": ["empty", "[1,2]", "[1,3)", "(,)", "[5,)", "[7,9)"],
     "bool": ["t", "f", "t", "f", "t", "f"],
 }
-SOME_KEYS = ("numeric", "char(5)", "timestamptz", "bytea", "float8", 'text COLLATE "folded"')
-SOME_NAMES = ("Case", "case", 'quo"te do.t', "sla/sh", "per%cent", "new\nline", "emo😀ji ünï", "..", "*?[x] #,& tail ")
-NAMES = (*SOME_NAMES, "CASE", "a b", "back\\slash", "n" * 63, "select a'b;--<b>{}", "_delta_log", "x=y")
+SOME_KEYS = ("numeric", "char(5)", "timestamptz", "float8", 'text COLLATE "folded"')
+# Those with a % or a line break in them are in test_hostile, too.
+SOME_NAMES = ("Case", "case", 'quo"te do.t', "sla/sh", "emo😀ji ünï", "..", "*?[x] #,& tail ")
+NAMES = (*SOME_NAMES, "per%cent", "new\nline", "CASE", "a b", "back\\slash", "n" * 63, "select a'b;--<b>{}", "_delta_log", "x=y")
 
 
 def differ(source: Source, table: str, column: str, rng: random.Random, values: list[str], kind: str) -> None:
