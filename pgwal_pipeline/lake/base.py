@@ -6,18 +6,17 @@ transaction after the other: so the snapshot row is one more step, right behind 
 rest. Events before it still serve, as the only place of values that a row took along to another key.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812
-from pyspark.sql.types import ArrayType, DataType, IntegerType, LongType, MapType, StringType, StructField, StructType
+from pyspark.sql.types import IntegerType, LongType, MapType, StringType, StructField, StructType
 
 from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake import bag, fold
-from pgwal_pipeline.lake.columns import CHUNK, COMMIT_LSN, OP, ORDINAL, TEXT, UNCHANGED, XID, key_parts, null_of, quote
+from pgwal_pipeline.lake.columns import CHUNK, COMMIT_LSN, OP, TEXT, UNCHANGED, XID, key_parts, null_of, quote
 from pgwal_pipeline.lake.files import no_rows
 from pgwal_pipeline.lake.fold import AT_LSN, AT_ORDINAL, BEFORE_ALL, NO_NAMES, PLACE, ChunkSnapshot, Shape, Traits, Truncate
 
@@ -79,17 +78,6 @@ def column_types(shape: Shape, snapshot: "DataFrame | None", raw: "DataFrame | N
     return StructType(found)
 
 
-def no_events(spark: "SparkSession", types: StructType) -> "DataFrame":
-    """Raw, of a table of which no event has ever come."""
-    text, number = StringType(), LongType()
-    own = {OP: text, COMMIT_LSN: number, ORDINAL: number, XID: number, UNCHANGED: ArrayType(text), TEXT: MapType(text, text)}
-    return _none_of(spark, types, own)
-
-
-def _none_of(spark: "SparkSession", types: StructType, own: Mapping[str, DataType]) -> "DataFrame":
-    return no_rows(spark, {field.name: field.dataType for field in types.fields} | dict(own))
-
-
 def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, types: StructType, truncate: Truncate | None) -> "DataFrame":
     """The rows that the chunks of `source` read and `truncate` left, with the chunk's number and `_pgwal_commit_lsn`.
 
@@ -98,7 +86,7 @@ def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, ty
     """
     if snapshot is None:
         own = {COMMIT_LSN: LongType(), TEXT: MapType(StringType(), StringType()), _NUMBER: IntegerType()}
-        return _none_of(source.spark, types, own)
+        return no_rows(source.spark, {field.name: field.dataType for field in types.fields} | own)
     known = source.chunk_table.selectExpr(_NUMBER, f"{CHUNK} AS _pgwal_attempt")
     if truncate is not None:
         standing = [str(number) for number, chunk in enumerate(source.chunks) if chunk.snapshot.sees(truncate.xid)]
@@ -112,6 +100,11 @@ def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, ty
     of_key = ", ".join(key_parts(rows.schema, shape.key))
     nth = f"row_number() OVER (PARTITION BY {of_key} ORDER BY {_NUMBER} DESC) AS _pgwal_nth"
     return rows.selectExpr("*", nth).where("_pgwal_nth = 1").drop("_pgwal_nth")
+
+
+def rows_as_read(source: Source, snapshot: "DataFrame | None", shape: Shape, types: StructType) -> "DataFrame":
+    """The table's rows where no event stands beside the snapshot."""
+    return snapshot_rows(source, snapshot, shape, types, None).selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT)
 
 
 def rows_of_keys(

@@ -305,20 +305,11 @@ def _replace(
         snapshot, raw = (None if files is None else files.read(session) for files in (found, changes))
         known = None if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
         types = base.column_types(shape, snapshot, raw) if known is None else known
-        events = fold.between(raw if raw is not None else base.no_events(session, types), request.from_lsn, request.to_lsn)
-        short = few(request.rows)
-        if short:
-            events = events.localCheckpoint()
-        truncate = fold.last_truncate(events) if request.traits.truncated else None
-        steps = fold.steps(events, shape, types, after=truncate)
         source = base.Source(session, request.chunks, request.snapshot_lsn)
-        rows = base.snapshot_rows(source, snapshot, shape, types, truncate)
-        if short:
-            rows = rows.localCheckpoint()
-        if shape.key:
-            whole, lacking = base.rows_of_keys(source, rows, steps, shape, request.traits)
+        if raw is None or changes is None or not changes.paths:
+            whole, lacking = base.rows_as_read(source, snapshot, shape, types), None
         else:
-            whole, lacking = base.rows_of_bag(source, rows, steps, shape), None
+            whole, lacking = _with_events(source, snapshot, raw, types, request)
         whole = _with_dropped(whole, shape, _read(session, path) if request.keep else None, request.keep)
     properties = {"delta.enableDeletionVectors": "true", GENERATION: request.generation, **_readable(_HISTORY_HOURS)}
     if any(_MAPPED.intersection(name) for name in shape.columns):
@@ -331,6 +322,24 @@ def _replace(
         writer.createOrReplace()
         failpoints.hit("publish.in_merge")
     return MergeResult(_reached(request), last_output_rows(path))
+
+
+def _with_events(
+    source: base.Source, snapshot: "DataFrame | None", raw: "DataFrame", types: StructType, request: ReplaceRequest
+) -> "tuple[DataFrame, DataFrame | None]":
+    """The rows of `snapshot` with the events of `raw` beside it, and the changes that lack values, None where none can."""
+    shape, short = request.shape, few(request.rows)
+    events = fold.between(raw, request.from_lsn, request.to_lsn)
+    if short:
+        events = events.localCheckpoint()
+    truncate = fold.last_truncate(events) if request.traits.truncated else None
+    steps = fold.steps(events, shape, types, after=truncate)
+    rows = base.snapshot_rows(source, snapshot, shape, types, truncate)
+    if short:
+        rows = rows.localCheckpoint()
+    if shape.key:
+        return base.rows_of_keys(source, rows, steps, shape, request.traits)
+    return base.rows_of_bag(source, rows, steps, shape), None
 
 
 def _with_dropped(rows: "DataFrame", shape: Shape, present: "DataFrame | None", names: Collection[str]) -> "DataFrame":
