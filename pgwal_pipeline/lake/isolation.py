@@ -137,7 +137,17 @@ def _named(
 
 
 def _said(error: Exception) -> str:
-    """The first line that says something, without the classes' names that Java puts before it."""
-    lines = [_CLASS_NAMES.sub("", line).strip() for line in str(error).splitlines()]
+    """The first line that says something, without the classes' names that Java puts before it; or what could not be read, further down.
+
+    A write of what cannot be read fails as a write, with the other among its causes.
+    """
+    lines = [_CLASS_NAMES.sub("", line.removeprefix("Caused by: ")).strip() for line in f"{error}\n{_trace(error)}".splitlines()]
     telling = [line for line in lines if line and not line.startswith("An error occurred while calling ")]
-    return telling[0][:300].rstrip(".") if telling else type(error).__name__
+    said = next(filter(_UNREADABLE.search, telling), telling[0] if telling else type(error).__name__)
+    return said[:300].rstrip(".")
+
+
+def _trace(error: Exception) -> str:
+    """Java's stack trace, with the causes, where it is no part of the error's text."""
+    of_server = getattr(error, "getStackTrace", None)  # Spark Connect
+    return str((of_server() if callable(of_server) else getattr(error, "_stackTrace", None)) or "")
