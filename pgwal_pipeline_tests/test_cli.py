@@ -179,6 +179,34 @@ def test_the_question_before_a_drop_may_be_interrupted(answer: signal.Signals | 
     assert ("interrupted" in err) == (code != 1)
 
 
+_FINALIZED = """
+import os, signal, time
+from pgwal_pipeline import cli, runs
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIG{name})
+        time.sleep(5)
+
+def sync(settings):
+    Dying()
+    time.sleep(60)
+
+runs.sync = sync
+cli.main(["sync"])
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("INT", 130), ("TERM", 143)])
+def test_an_interrupt_while_an_object_is_finalized_is_no_other(name: str, code: int, tmp_path: Path) -> None:
+    environment = Commands(tmp_path, "host=127.0.0.1 port=1").environment
+    command, started = [sys.executable, "-c", _FINALIZED.format(name=name)], time.monotonic()
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stderr == "pgwal: interrupted; what was complete is safe, and the next run goes on from there.\n"
+    assert time.monotonic() - started < 15
+
+
 def test_who_holds_up_the_slot_is_named_by_the_command_that_makes_it(source: Source, commands: Commands) -> None:
     source.sql("CREATE TABLE t (id int PRIMARY KEY)")
     old = source.connect(autocommit=False)
