@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from pgwal_pipeline import interrupts
 from pgwal_pipeline.printable import printable
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _INTERRUPTION = "interrupted; what was complete is safe, and the next run goes on from there."
 _CLEAN_SECONDS = 20.0  # what an interrupted command gets to unwind; every state it may be cut off in is one the next run starts from
 _NAMED_SECONDS = 3.0
-_AGAIN_SECONDS = 0.1
 _DEMO_CLEAN_SECONDS = 120.0  # more than the bounds of all its parts together: cut off, it would leave its Postgres behind
 # Nothing of what a command loads is garbage: looking through all of it as often as Python does takes a tenth of its start.
 _SELDOM = (2_000, 20, 100)
@@ -111,16 +111,7 @@ def _watch_signals(clean_seconds: float) -> list[signal.Signals]:
         came.append(signal.Signals(number))
         raise KeyboardInterrupt
 
-    def again(ignored: "sys.UnraisableHookArgs") -> None:
-        # What is raised while an object is being finalized ends there, an interrupt too: whoever was at work would never learn of it.
-        if issubclass(ignored.exc_type, Exception | SystemExit | GeneratorExit):
-            sys.__unraisablehook__(ignored)
-            return
-        once_more = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-        once_more.daemon = True
-        once_more.start()
-
-    sys.unraisablehook = again
+    interrupts.on_lost(lambda _: signal.SIGINT)
     threading.Thread(target=watch, name="pgwal-signals", daemon=True).start()
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     for number in _EXIT_CODES:

@@ -20,6 +20,7 @@ from typing import Any
 import click
 import psycopg
 
+from pgwal_pipeline import interrupts
 from pgwal_pipeline.demo.dagster_ui import DagsterUi, free_port, is_free
 from pgwal_pipeline.demo.invariants import INVARIANTS, TABLES, broken_in_lake
 from pgwal_pipeline.demo.processes import end_marked, end_programs, mark
@@ -332,10 +333,17 @@ def _signals_raise() -> Iterator[None]:
         _say("Ending everything; this takes a few seconds …")
         raise _Stop(number)
 
-    before = {number: signal.signal(number, stop) for number in _EXIT_CODES}
+    def lost(error: BaseException | None) -> int:
+        for number in _EXIT_CODES:
+            signal.signal(number, stop)
+        return error.number if isinstance(error, _Stop) else signal.SIGINT
+
+    before, hook = {number: signal.signal(number, stop) for number in _EXIT_CODES}, sys.unraisablehook
+    interrupts.on_lost(lost)
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -105,6 +105,31 @@ cli.main(["demo"])
 """
 
 
+_FINALIZED = """
+import os, signal, sys, time
+from pathlib import Path
+from pgwal_pipeline.demo import run
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+def nothing_but_that(*_):
+    Dying()
+    time.sleep(60)
+
+run._run = nothing_but_that
+raise SystemExit(run.run_demo(Path("demo")))
+"""
+
+
+def test_a_signal_while_an_object_is_finalized_ends_it_too(folder: Path) -> None:
+    demo = Demo(folder, "-c", _FINALIZED)
+    assert demo.process.wait(30) == 143
+    assert "Traceback" not in demo.said.read_text()
+
+
 def test_the_command_gives_the_demo_its_own_time_to_end(folder: Path) -> None:
     """Where a command of another kind would have been cut off, and the server left behind."""
     demo = Demo(folder, "-c", _SLOW_TO_END)
