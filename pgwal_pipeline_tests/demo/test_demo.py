@@ -106,7 +106,7 @@ cli.main(["demo"])
 
 
 _FINALIZED = """
-import os, signal, sys, time
+import os, signal, time
 from pathlib import Path
 from pgwal_pipeline.demo import run
 
