@@ -1,17 +1,22 @@
 """Processes that end with this one, and the small things around starting servers."""
 
 import ctypes
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from pgwal_pipeline.errors import PgwalError
 
 _PR_SET_PDEATHSIG = 1
+
+# Below it are the ports that programs are known by.
+_FIRST_PORT = 20_000
 
 
 def spawn(command: Sequence[str], log: IO[bytes], *, death_signal: signal.Signals, **options: Any) -> subprocess.Popen[Any]:
@@ -53,8 +58,15 @@ def spawn(command: Sequence[str], log: IO[bytes], *, death_signal: signal.Signal
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
+    """A TCP port of 127.0.0.1 that nobody listens on now.
+
+    The system hands it to nobody by itself, so that it is still free when its server comes back from a restart.
+    """
+    below = range(_FIRST_PORT, _first_handed_out())
+    for port in random.SystemRandom().sample(below, k=min(100, len(below))):
+        if port_free(port):
+            return port
+    with socket.socket() as probe:  # a system that hands out nearly all
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
@@ -68,6 +80,14 @@ def port_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def _first_handed_out() -> int:
+    """The first of the ports that the system gives to outgoing connections and to who asks for any."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32_768  # the lowest that systems begin with by themselves
 
 
 def _ask_for(death_signal: signal.Signals) -> Callable[[], None] | None:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import pytest
 from pgwal_pipeline.errors import PgwalError, SettingError
 from pgwal_pipeline.local import installations
 from pgwal_pipeline.local.postgres import Installation, Postgres, default_installation, servers
-from pgwal_pipeline.local.process import port_free
+from pgwal_pipeline.local.process import free_port, port_free
 from pgwal_pipeline_tests.support import Source, wait_for
 
 _FAST = {"fsync": "off", "shared_buffers": "16MB"}
@@ -118,12 +119,15 @@ def test_data_in_use_is_refused(server: Postgres) -> None:
 
 
 def test_a_taken_port_is_named(stopped: Postgres) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(PgwalError, match=f"Port {port} on 127.0.0.1 is taken"):
             Postgres(stopped.data_dir, settings=_FAST, port=port).start()
+
+
+def test_a_port_chosen_for_a_server_is_given_to_nobody_while_the_server_is_down() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as handed_out:
+        assert free_port() < 32_768 <= handed_out.getsockname()[1]
 
 
 def test_data_of_another_major_version_is_refused(stopped: Postgres) -> None:
