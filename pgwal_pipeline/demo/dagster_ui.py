@@ -13,6 +13,7 @@ from typing import Any
 
 from pgwal_pipeline.demo.processes import Program
 from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.local.process import free_port
 
 _START_SECONDS = 180.0
 _ACTIVE = ("QUEUED", "NOT_STARTED", "STARTING", "STARTED", "CANCELING")
@@ -31,14 +32,12 @@ _END_RUNS = """mutation End($ids: [String!]!, $policy: TerminateRunPolicy!) {
 }"""
 
 
-def free_port(wanted: int) -> int:
+def next_free_port(wanted: int) -> int:
     """`wanted` if nothing listens there on 127.0.0.1, else the next one that is free."""
     for port in range(wanted, min(wanted + 50, 65536)):
         if is_free(port):
             return port
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 def is_free(port: int) -> bool:

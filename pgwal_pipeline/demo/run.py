@@ -21,7 +21,7 @@ import click
 import psycopg
 
 from pgwal_pipeline import interrupts
-from pgwal_pipeline.demo.dagster_ui import DagsterUi, free_port, is_free
+from pgwal_pipeline.demo.dagster_ui import DagsterUi, is_free, next_free_port
 from pgwal_pipeline.demo.invariants import INVARIANTS, TABLES, broken_in_lake
 from pgwal_pipeline.demo.processes import end_marked, end_programs, mark
 from pgwal_pipeline.demo.shop import is_seeded, seed
@@ -164,7 +164,7 @@ def _start_dagster(place: Place, postgres: Postgres, wanted_port: int, stack: Ex
     shutil.copyfile(_INSTANCE, place.dagster_home / "dagster.yaml")
     environment = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("PG")} | own | mark(place.root)
     environment.setdefault("SPARK_SUBMIT_OPTS", _QUICK_JAVA)
-    port = free_port(wanted_port)
+    port = next_free_port(wanted_port)
     _say(f"Starting Dagster: webserver, daemon and code server{'' if port == wanted_port else f' (port {wanted_port} is taken)'} …")
     stack.callback(end_marked, place.root, 4.0)
     # Not in the project's folder: Dagster would read an .env there, which is for the user's own source.

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pgwal_pipeline.demo.dagster_ui import free_port
+from pgwal_pipeline.demo.dagster_ui import next_free_port
 from pgwal_pipeline.demo.processes import Program, end_marked, end_programs, mark
 from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.local.process import free_port
 from pgwal_pipeline_tests.support import wait_for
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's part of it is Linux's")
@@ -84,12 +85,10 @@ def test_a_program_dies_when_we_are_killed(tmp_path: Path) -> None:
 
 
 def test_another_port_is_taken_when_the_wanted_one_is_in_use() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        taken = listener.getsockname()[1]
-        assert free_port(taken) != taken
-    assert free_port(taken) == taken
+    taken = free_port()
+    with socket.create_server(("127.0.0.1", taken)):
+        assert next_free_port(taken) != taken
+    assert next_free_port(taken) == taken
 
 
 def _runs(pid: int) -> bool:

@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 
 import boto3
 
+from pgwal_pipeline.local.process import free_port
+
 VARIABLES = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "Zq7s3cretZq"}
 UNSET = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ALLOW_HTTP", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3")
 
@@ -82,8 +84,7 @@ def faulty_store(target: str, folder: Path) -> Iterator[FaultyStore]:
 
 @contextlib.contextmanager
 def _served(command: list[str]) -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     quiet = subprocess.DEVNULL
     server = subprocess.Popen([part.format(port=port) for part in command], stdout=quiet, stderr=quiet)
     try:
