@@ -1,5 +1,6 @@
 """`pgwal`: the pipeline's commands. Imports stay inside the commands, so that `--help` answers at once."""
 
+import atexit
 import functools
 import gc
 import json
@@ -44,6 +45,7 @@ def main() -> None:
     from dotenv import load_dotenv
 
     gc.set_threshold(*_SELDOM)
+    atexit.register(gc.freeze)  # nor need it be looked through at the end, which takes another fifth
     try:
         load_dotenv(".env")
     except (OSError, ValueError) as error:

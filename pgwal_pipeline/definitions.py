@@ -1,5 +1,7 @@
 """The code location: nothing but wiring. What is defined stands in `defs/`, what it is made of in `components/`."""
 
+import atexit
+import gc
 import warnings
 from pathlib import Path
 
@@ -7,6 +9,10 @@ import dagster as dg
 
 # Of beta parameters that Dagster passes from one of its own functions to another.
 warnings.filterwarnings("ignore", category=dg.BetaWarning, module=r"dagster\.")
+
+
+# A process of Dagster's is many, and each would look through all that it has loaded for garbage before it ends.
+atexit.register(gc.freeze)
 
 
 @dg.definitions

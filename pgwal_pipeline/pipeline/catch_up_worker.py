@@ -4,6 +4,8 @@ Started by `CatchUpProcess` with the settings in its environment; a line of JSON
 It stops when its standard input ends, as that does with the process that started it, and takes away what it has written.
 """
 
+import atexit
+import gc
 import json
 import os
 import signal
@@ -63,6 +65,7 @@ class _Teller:
 
 def main() -> None:
     """Read the window that the arguments name, and end with 0 once the ledger has it."""
+    atexit.register(gc.freeze)  # nothing that it has loaded is garbage, to be looked for at its end
     # Nothing but what is told may stand on standard output, whatever a library prints.
     teller = _Teller(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)
