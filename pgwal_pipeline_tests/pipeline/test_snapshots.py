@@ -167,6 +167,9 @@ def test_a_read_that_died_reads_no_finished_chunk_again(source: Source, make_pip
         source.sql("SELECT pg_stat_force_next_flush(), pg_stat_clear_snapshot()")
         return rows_read()
 
+    # The session of a process that was killed tells what it read when it notices, and ends.
+    theirs = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE 'pgwal%'"
+    wait_for(lambda: source.value(theirs) == 0, what="the end of the killed processes' sessions")
     before = settled()
     pipeline.snapshot()
     wait_for(lambda: settled() > before, what="the statistics")
