@@ -3,7 +3,6 @@
 BIN := .venv/bin
 STAMP := .venv/.installed
 RECORDED := .venv/.recorded
-TOOLS := .venv/.tools
 CODE := pgwal_pipeline pgwal_pipeline_tests bench
 # Hundreds of processes load the same modules: compiling them anew each time would be a tenth of all that the tests do.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
@@ -14,34 +13,27 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(RECORDED) $(TOOLS) ## .venv with the pipeline, a Postgres, a Java, Delta's jars and the tests' tools; quick the second time
+install: $(RECORDED) ## .venv with the pipeline, a Postgres, a Java and Delta's jars; quick the second time
 
 # Last of all the stamp: an installation that was cut off is done again.
 $(STAMP): pyproject.toml constraints.txt .ci/install
-	@echo "Installing into .venv; the first time takes some minutes, most of them for Spark …"
-	@.ci/install -e '.[local]'
+	@.ci/install
 	@$(BIN)/python -m pgwal_pipeline.local.jars
-	@touch $@
-
-$(TOOLS): $(STAMP)
-	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['test'], sep='\n')" > $@.txt
-	@echo "Installing what the tests need …"
-	@.ci/install -r $@.txt
 	@touch $@
 
 $(RECORDED): $(STAMP)
 	@$(BIN)/python -m pgwal_pipeline.lake.record_classes
 	@touch $@
 
-demo: $(RECORDED) ## embedded Postgres, a live workload, the pipeline and Dagster's UI
+demo: install ## embedded Postgres, a live workload, the pipeline and Dagster's UI
 	@$(BIN)/pgwal demo
 
-# At the first time the tools and lint go beside the recording, which keeps one core.
+# At the first time lint goes beside the recording, which keeps one core.
 test: $(STAMP) ## lint, types and every test
 	@$(MAKE) --no-print-directory --jobs 2 install lint
 	@$(PYTEST) -m 'not soak' -n 4 --dist worksteal
 
-lint: $(TOOLS) ## ruff and pyright
+lint: $(STAMP) ## ruff and pyright
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/ruff format --check $(CODE)
 	@$(BIN)/pyright
