@@ -24,7 +24,7 @@ from pgwal_pipeline.lake.session import spark_session
 from pgwal_pipeline.local.postgres import Installation, Postgres, default_installation, servers
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests import shared_spark
-from pgwal_pipeline_tests.support import DockerServer, Source, docker_refusal, fresh_source, start_server
+from pgwal_pipeline_tests.support import MADE_ONCE, DockerServer, Source, docker_refusal, fresh_source, start_server
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -48,11 +48,14 @@ _MATRIX = [pytest.param(found, id=f"pg{found.version}", marks=pytest.mark.matrix
 _MATRIX += [pytest.param(version, id=f"docker{version}", marks=[pytest.mark.matrix, pytest.mark.docker]) for version in range(14, 19)]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Set what this run and all programs that its tests start go by: what a Spark starts with, and where temporary files are."""
     os.environ["SPARK_SUBMIT_OPTS"] = f"{os.environ.get('SPARK_SUBMIT_OPTS', '')} {_QUICK_JAVA}".strip()
     if "TMPDIR" not in os.environ and _has_room(_MEMORY):
         os.environ["TMPDIR"] = os.environ["SPARK_LOCAL_DIRS"] = tempfile.tempdir = str(_MEMORY)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ[MADE_ONCE] = tempfile.mkdtemp(prefix="pgwal-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ[MADE_ONCE], ignore_errors=True))
 
 
 def _has_room(folder: Path) -> bool:

@@ -28,7 +28,7 @@ from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_identity import caught_up, lead_to, promoted
 from pgwal_pipeline_tests.postgres.standby import standby_of
-from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
+from pgwal_pipeline_tests.support import TEST_SETTINGS, Source, fresh_source, wait_for
 from pgwal_pipeline_tests.test_cli import Commands
 
 MakePipeline = Callable[..., Pipeline]
@@ -282,7 +282,7 @@ def test_a_lake_that_another_source_has_just_taken(source: Source, make_pipeline
 
 @pytest.mark.parametrize("how", ["recreated", "another_cluster", "slot_elsewhere"])
 def test_what_is_not_the_lakes_source_is_named(
-    how: str, source: Source, make_server: Callable[..., Postgres], make_pipeline: MakePipeline
+    how: str, source: Source, make_pipeline: MakePipeline, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """A database made anew under its name, another cluster, and a slot of that name on another database."""
     pipeline = make_pipeline()
@@ -307,7 +307,11 @@ def test_what_is_not_the_lakes_source_is_named(
             with pytest.raises(LakeError, match="was built from database"):
                 act()
     else:
-        with fresh_source(make_server()) as other:
+        # Not of `make_server`: all servers of that one are copies of one cluster.
+        elsewhere = Postgres(tmp_path / "elsewhere", settings=TEST_SETTINGS)
+        elsewhere.start()
+        request.addfinalizer(elsewhere.destroy)
+        with fresh_source(elsewhere) as other:
             moved = make_pipeline(source_dsn=other.dsn, **names)
             for act in (moved.drain, lambda: drains.renew(moved.settings, progress=Silent())):
                 with pytest.raises(LakeError, match="of cluster"):
