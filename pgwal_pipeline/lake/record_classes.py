@@ -28,14 +28,13 @@ def _publish_a_little(folder: str) -> None:
     path = f"{folder}/current"
     rows = spark.range(100).selectExpr("id", "cast(id AS string) AS v", "id % 7 = 3 AS gone", "id AS place", "timestamp_micros(id) AS at")
     rows.selectExpr("id", "v", "gone").write.format("delta").save(path)
-    for raw, first in ((f"{folder}/raw", 50), (f"{folder}/more", 80)):
-        rows.selectExpr("id + 50 AS id", "v", "gone", "place", "at").where(f"id >= {first}").write.format("delta").save(raw)
-        spark.read.format("delta").load(raw).createOrReplaceTempView("changes")
-        spark.sql(_NEWEST).createOrReplaceTempView("newest")
-        spark.sql(
-            f"MERGE INTO {table_at(path)} t USING newest s ON t.id <=> s.id WHEN MATCHED AND s.gone THEN DELETE "
-            "WHEN MATCHED THEN UPDATE SET * WHEN NOT MATCHED AND NOT s.gone THEN INSERT *"
-        ).collect()
+    rows.selectExpr("id + 50 AS id", "v", "gone", "place", "at").where("id >= 50").write.format("delta").save(f"{folder}/raw")
+    spark.read.format("delta").load(f"{folder}/raw").createOrReplaceTempView("changes")
+    spark.sql(_NEWEST).createOrReplaceTempView("newest")
+    spark.sql(
+        f"MERGE INTO {table_at(path)} t USING newest s ON t.id <=> s.id WHEN MATCHED AND s.gone THEN DELETE "
+        "WHEN MATCHED THEN UPDATE SET * WHEN NOT MATCHED AND NOT s.gone THEN INSERT *"
+    ).collect()
     rows.write.parquet(f"{folder}/chunk")
     spark.read.parquet(f"{folder}/chunk").join(spark.read.format("delta").load(path), "id").count()
     spark.stop()
