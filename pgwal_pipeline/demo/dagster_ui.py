@@ -13,7 +13,7 @@ from typing import Any
 
 from pgwal_pipeline.demo.processes import Program
 from pgwal_pipeline.errors import PgwalError
-from pgwal_pipeline.local.process import free_port
+from pgwal_pipeline.local.process import free_port, port_free
 
 _START_SECONDS = 180.0
 _ACTIVE = ("QUEUED", "NOT_STARTED", "STARTING", "STARTED", "CANCELING")
@@ -46,13 +46,7 @@ def is_free(port: int) -> bool:
         probe.settimeout(1)
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             return False
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+    return port_free(port)
 
 
 class DagsterUi:
