@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline_tests import children
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.support import Source, wait_for
 
 
 class Commands:
-    """Runs `pgwal` with a slot, a publication, a lake and a DAGSTER_HOME of the test's own."""
+    """`pgwal` with a slot, a publication, a lake and a DAGSTER_HOME of the test's own: `run` to its end, or `start`ed to be looked at."""
 
     def __init__(self, folder: Path, dsn: str) -> None:
         self.folder = folder
@@ -38,9 +39,9 @@ class Commands:
         return subprocess.Popen(command, cwd=self.folder, env={**self.environment, **environment}, stdout=pipe, stderr=pipe, text=True)
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
-        process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=240)
-        return process.returncode, out, err
+        everything = {**self.environment, **environment}
+        done = children.completed(children.pgwal, *arguments, environment=everything, cwd=self.folder, timeout=240)
+        return done.returncode, done.stdout, done.stderr
 
     def json(self, *arguments: str) -> dict[str, Any]:
         code, out, err = self.run(*arguments, "--json")

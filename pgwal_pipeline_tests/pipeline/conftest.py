@@ -22,6 +22,7 @@ from pgwal_pipeline.pipeline.reports import DrainReport, PublishReport
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests import children
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.shared_spark import PARTS
 from pgwal_pipeline_tests.support import Source
@@ -90,14 +91,8 @@ class Pipeline:
 
     def child(self, code: str, *, environment: Mapping[str, str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Run Python `code` in a process of its own, with `settings` and `progress` at hand and PGWAL_* in its environment."""
-        return subprocess.run(
-            [sys.executable, "-c", _PRELUDE + code],
-            env=self.environment(**(environment or {})),
-            timeout=timeout,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        everything = self.environment(**(environment or {}))
+        return children.completed(children.run_code, _PRELUDE + code, environment=everything, cwd=Path.cwd(), timeout=timeout)
 
     @contextmanager
     def started(self, code: str, *, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
