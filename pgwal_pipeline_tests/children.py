@@ -8,8 +8,9 @@ import importlib
 import multiprocessing
 import os
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pgwal_pipeline import cli, failpoints
@@ -25,16 +26,24 @@ def completed(
 
     Raises `subprocess.TimeoutExpired` after `timeout` seconds.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder) / name for name in ("out", "err")]
-        process = _FORKED.Process(target=_become, args=(program, arguments, dict(environment), cwd, said))
+    pipes = [_FORKED.Pipe(duplex=False) for _ in range(2)]
+    process = _FORKED.Process(target=_become, args=(program, arguments, dict(environment), cwd, [theirs for _, theirs in pipes]))
+    with ThreadPoolExecutor(len(pipes)) as readers:
         process.start()
+        for _, theirs in pipes:
+            theirs.close()
+        said = [readers.submit(_all_of, ours) for ours, _ in pipes]
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
             process.join()
             raise subprocess.TimeoutExpired(arguments, timeout)
-        return subprocess.CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in said))
+        return subprocess.CompletedProcess(arguments, process.exitcode, *(text.result() for text in said))
+
+
+def _all_of(pipe: Connection) -> str:
+    with pipe, open(pipe.fileno(), encoding="utf-8", closefd=False) as text:
+        return text.read()
 
 
 def pgwal(*arguments: str) -> None:
@@ -48,14 +57,14 @@ def run_code(code: str) -> None:
 
 
 def _become(
-    program: Callable[..., object], arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path, said: list[Path]
+    program: Callable[..., object], arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path, said: list[Connection]
 ) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    for number, path in enumerate(said, 1):
-        with path.open("wb") as file:
-            os.dup2(file.fileno(), number)
+    for number, pipe in enumerate(said, 1):
+        with pipe:
+            os.dup2(pipe.fileno(), number)
     importlib.reload(failpoints)  # it has looked at its variable
     try:
         program(*arguments)
