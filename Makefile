@@ -8,7 +8,7 @@ CODE := pgwal_pipeline pgwal_pipeline_tests bench
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench soak clean
+.PHONY: help install demo test tests lint bench soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,9 +28,11 @@ $(RECORDED): $(STAMP)
 demo: install ## embedded Postgres, a live workload, the pipeline and Dagster's UI
 	@$(BIN)/pgwal demo
 
-# At the first time lint goes beside the recording, which keeps one core.
 test: $(STAMP) ## lint, types and every test
-	@$(MAKE) --no-print-directory --jobs 2 install lint
+	@$(MAKE) --no-print-directory --jobs 2 install tests
+
+# At the first time all of it goes on beside the recording of Spark's classes, which keeps one core busy.
+tests: lint
 	@$(PYTEST) -m 'not soak' -n 4 --dist worksteal
 
 lint: $(STAMP) ## ruff and pyright

@@ -12,8 +12,16 @@ from pgwal_pipeline.local import class_archive
 from pgwal_pipeline.local.jars import spark_home
 from pgwal_pipeline.local.java import find_java
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests.support import wait_for
 
 
+@pytest.fixture
+def recorded() -> list[str]:
+    """The options for what `make install` recorded; `make test` may begin while it still does."""
+    return wait_for(lambda: class_archive.options(find_java()), seconds=300, what="`make install` to record Spark's classes")
+
+
+@pytest.mark.usefixtures("recorded")
 def test_spark_takes_its_classes_from_the_archive(tmp_path: Path) -> None:
     environment = {**os.environ, **launch_environment(Settings(lake=str(tmp_path)))}
     environment["SPARK_SUBMIT_OPTS"] += f" -Xlog:class+load:file={tmp_path}/loaded"
@@ -23,11 +31,10 @@ def test_spark_takes_its_classes_from_the_archive(tmp_path: Path) -> None:
     assert [line for line in loaded if "source: file:" in line or "source: jar:" in line] == []
 
 
-def test_a_java_to_which_it_does_not_fit_goes_on_without_a_word(tmp_path: Path) -> None:
-    java = find_java()
-    options = class_archive.options(java)
-    assert options
-    done = subprocess.run([java.home / "bin/java", *options, "-cp", tmp_path, "-version"], capture_output=True, text=True, check=True)
+def test_a_java_to_which_it_does_not_fit_goes_on_without_a_word(tmp_path: Path, recorded: list[str]) -> None:
+    done = subprocess.run(
+        [find_java().home / "bin/java", *recorded, "-cp", tmp_path, "-version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout == ""
     assert "warning" not in done.stderr.lower()
 
