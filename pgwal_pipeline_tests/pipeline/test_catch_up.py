@@ -14,6 +14,7 @@ from typing import Any
 import polars as pl
 import pytest
 
+from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.lake import rows as as_rows
 from pgwal_pipeline.lake.layout import Lake
@@ -437,8 +438,14 @@ def test_a_window_that_cannot_be_read_stops_the_drain_and_keeps_the_others(
 
 
 @pytest.mark.parametrize("pattern", ["{slot}", "{slot}_w_%"])
-def test_a_connection_that_breaks(pattern: str, source: Source, make_pipeline: MakePipeline, tmp_path: Path) -> None:
+def test_a_connection_that_breaks(
+    pattern: str, source: Source, make_pipeline: MakePipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The slot's own one, and a copy's: the other windows are read to their ends, and that one from where it broke."""
+    # Every reader, in this process and in its own, waits once in the midst of its window, or it might be done before it is found.
+    monkeypatch.setattr(failpoints, "_points", {"drain.read": ("sleep:1", 1)})
+    monkeypatch.setattr(failpoints, "_passed", {})
+    monkeypatch.setenv("PGWAL_FAILPOINTS", "drain.read=sleep:1@1")
     source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
     pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
     fill(source, transactions=40)
