@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from pgwal_pipeline.lsn import parse_lsn
@@ -231,14 +230,9 @@ def test_interrupted_sync_ends_clean(
 ) -> None:
     source.sql("CREATE TABLE t (id int PRIMARY KEY)")
     source.sql("INSERT INTO t SELECT generate_series(1, 100)")
-    # Any password will do there; Spark, which never speaks to the source, is not given it.
-    commands.environment["PGWAL_SOURCE_DSN"] = source.dsn_of("postgres", "hunter2")
     marker = tmp_path / "reached"
     process = commands.start("sync", PGWAL_FAILPOINTS=f"publish.in_merge=touch:{marker}")
     wait_for(marker.exists, seconds=120, what="the merge")
-    java = [child for child in psutil.Process(process.pid).children(recursive=True) if "java" in child.name()]
-    assert java
-    assert not any("hunter2" in str((child.environ(), child.cmdline())) for child in java)
     started = time.monotonic()
     process.send_signal(number)
     _, err = process.communicate(timeout=60)

@@ -115,8 +115,7 @@ def runs(guarded: Postgres, tmp_path: Path) -> Runs:
 
 
 @pytest.mark.long
-def test_a_whole_run_leaves_no_trace_of_the_password(guarded: Postgres, runs: Runs, tmp_path: Path, connect_address: str) -> None:
-    runs.commands.environment["PGWAL_SPARK_REMOTE"] = connect_address
+def test_a_whole_run_leaves_no_trace_of_the_password(guarded: Postgres, runs: Runs, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     marker = tmp_path / "reached"
     process = runs.commands.start("sync", "--json", PGWAL_FAILPOINTS=f"publish.in_merge=touch:{marker}@1")
     deadline = time.monotonic() + 180
@@ -127,15 +126,26 @@ def test_a_whole_run_leaves_no_trace_of_the_password(guarded: Postgres, runs: Ru
             if pid != os.getpid():
                 _without_secret(line, line)
         time.sleep(0.1)
+    if Path("/proc/self/environ").exists():
+        java = [pid for pid, line in command_lines().items() if b"SparkSubmit" in line and _parent(pid) == process.pid]
+        assert java
+        for pid in java:
+            # Spark never speaks to the source.
+            _without_secret(Path(f"/proc/{pid}/environ").read_bytes(), "the JVM's environment")
     marker.unlink()
     runs.said += process.communicate(timeout=120)
     assert process.returncode == 0, runs.said
+    runs.commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_address")
     for command in (["status"], ["doctor"], ["verify", "--json"]):
         runs.ok(*command)
     _failures(guarded, runs)
     assert len(list(tmp_path.rglob("*"))) > 50
     runs.search()
     runs.ok("drop", "--yes")
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _failures(guarded: Postgres, runs: Runs) -> None:
