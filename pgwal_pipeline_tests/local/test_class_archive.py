@@ -18,7 +18,8 @@ from pgwal_pipeline_tests.support import wait_for
 @pytest.fixture
 def recorded() -> list[str]:
     """The options for what `make install` recorded; `make test` may begin while it still does."""
-    return wait_for(lambda: class_archive.options(find_java()), seconds=300, what="`make install` to record Spark's classes")
+    java = find_java()
+    return wait_for(lambda: class_archive.options(java), seconds=300, what="`make install` to record Spark's classes")
 
 
 @pytest.mark.usefixtures("recorded")

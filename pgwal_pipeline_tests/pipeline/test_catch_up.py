@@ -443,9 +443,10 @@ def test_a_connection_that_breaks(
 ) -> None:
     """The slot's own one, and a copy's: the other windows are read to their ends, and that one from where it broke."""
     # Every reader, in this process and in its own, waits once in the midst of its window, or it might be done before it is found.
-    monkeypatch.setattr(failpoints, "_points", {"drain.read": ("sleep:1", 1)})
+    fault = "drain.read=sleep:1@1"
+    monkeypatch.setenv("PGWAL_FAILPOINTS", fault)
+    monkeypatch.setattr(failpoints, "_points", failpoints._parse(fault))
     monkeypatch.setattr(failpoints, "_passed", {})
-    monkeypatch.setenv("PGWAL_FAILPOINTS", "drain.read=sleep:1@1")
     source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
     pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
     fill(source, transactions=40)
