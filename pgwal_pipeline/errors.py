@@ -72,9 +72,14 @@ class DecodeError(PgwalError):
 
 
 class TableError(PgwalError):
-    """One table cannot be followed; the others can. `table` is its quoted name, `oid` is 0 where it is not known."""
+    """One table cannot be followed; the others can.
 
-    def __init__(self, table: str, message: str, oid: int = 0) -> None:
+    `table` is its quoted name, `oid` is 0 where it is not known, `stage` is the work that failed (`lake.faults.STAGES`), empty where it is
+    not known.
+    """
+
+    def __init__(self, table: str, message: str, oid: int = 0, stage: str = "") -> None:
         super().__init__(message)
         self.table = table
         self.oid = oid
+        self.stage = stage

@@ -3,14 +3,29 @@
 `PGWAL_FAILPOINTS="drain.before_confirm=kill;publish.between_tables=sleep:5;stream.read=kill@3"`: `kill` is SIGKILL to this process,
 `error` raises, `sleep:SECONDS` waits, `exit` leaves without clean-up; `@N` acts at the N-th passing only. `touch:PATH` makes an empty file
 and then waits until it is removed. Without the variable a point costs one dictionary look-up.
+
+Work for one table alone passes points of its own, `table.STAGE/TABLE` (`table.merge/public.orders=raise:RuntimeError`); without `/TABLE`
+every table meets it. `raise:KIND` raises one of `KINDS` there.
 """
 
+import importlib
 import os
 import signal
 import time
 from pathlib import Path
 
 _VARIABLE = "PGWAL_FAILPOINTS"
+
+KINDS = {
+    "LakeError": "pgwal_pipeline.errors",
+    "TransientLakeError": "pgwal_pipeline.errors",
+    "RuntimeError": "builtins",
+    "MemoryError": "builtins",
+    "PySparkException": "pyspark.errors",
+    "DeltaError": "deltalake.exceptions",
+    "ArrowInvalid": "pyarrow",
+}
+"""What `raise:KIND` can raise, each with the module that it is taken from."""
 
 
 def _parse(text: str) -> dict[str, tuple[str, int]]:
@@ -24,6 +39,13 @@ def _parse(text: str) -> dict[str, tuple[str, int]]:
 
 _points = _parse(os.environ.get(_VARIABLE, ""))
 _passed: dict[str, int] = {}
+
+
+def at(stage: str, table: object) -> None:
+    """Pass the points of work for one table: `table.STAGE/TABLE`, and `table.STAGE`, which all tables share."""
+    if _points:
+        hit(f"table.{stage}/{table}")
+        hit(f"table.{stage}")
 
 
 def hit(name: str) -> None:
@@ -43,6 +65,8 @@ def hit(name: str) -> None:
             os._exit(70)
         case "error":
             raise RuntimeError(f"failpoint {name}")
+        case "raise":
+            raise _error(argument, name)
         case "sleep":
             time.sleep(float(argument))
         case "touch":
@@ -52,3 +76,15 @@ def hit(name: str) -> None:
                 time.sleep(0.02)
         case _:
             raise ValueError(f"{_VARIABLE}: {what!r} is no action of {name}")
+
+
+def _error(kind: str, name: str) -> BaseException:
+    said = f"failpoint {name}"
+    module = importlib.import_module(KINDS[kind])
+    if kind == "PySparkException":
+        return module.PySparkException(message=said)
+    if kind == "TransientLakeError":
+        error = module.LakeError(said)
+        error.transient = True
+        return error
+    return getattr(module, kind)(said)

@@ -86,9 +86,12 @@ class Settings(BaseModel):
     catchup_threshold: Annotated[Size, Field(ge=0, description="a size such as 1GB")] = 1 << 30
     catchup_slots: Annotated[int, Field(ge=0, le=64, description="a number from 0 to 64")] = 2
     on_slot_loss: Annotated[Literal["stop", "resnapshot"], Field(description="stop or resnapshot")] = "stop"
+    on_table_error: Annotated[Literal["stop", "resnapshot"], Field(description="stop or resnapshot")] = "stop"
     on_rewrite: Annotated[Literal["resnapshot", "ignore"], Field(description="resnapshot or ignore")] = "resnapshot"
     snapshot_workers: Annotated[int, Field(ge=1, le=64, description="a number from 1 to 64")] = 2
     snapshot_chunk_rows: Annotated[int, Field(ge=1, description="a number of rows, at least 1")] = 500_000
+    window_size: Annotated[Size, Field(ge=1 << 20, description="a size of at least 1MB such as 256MB")] = 256 << 20
+    window_time: Annotated[Duration, Field(ge=1, description="a duration of at least 1s such as 60s")] = 60.0
     memory_budget: Annotated[Size, Field(ge=1 << 20, description="a size of at least 1MB such as 256MB")] = 256 << 20
     raw_retention: Annotated[Duration, Field(ge=0, description="a duration such as 7d")] = 7 * 86400.0
     spark_master: Annotated[str, Field(min_length=1, description="a Spark master such as local[*] or spark://host:7077")] = "local[*]"

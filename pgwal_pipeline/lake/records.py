@@ -6,7 +6,7 @@ LSNs are integers, times are aware datetimes in UTC, paths are absolute or full 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -14,6 +14,14 @@ from pgwal_pipeline.relation import Column, PgType, Relation, TableName
 
 WindowState = Literal["prepared", "complete", "pruned"]
 State = Literal["pending", "snapshotting", "ready", "skipped", "gone", "error", "renamed"]
+
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 3600.0  # seconds
+
+
+def pause_after(failures: int) -> timedelta:
+    """How long work for a table that failed `failures` times one after another is left alone: not at all at first, an hour at most."""
+    return timedelta(seconds=0 if failures < 2 else min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(failures - 2, 20)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,11 @@ class TableState:
     read once every transaction older than `joined_xid` (64 bits) has ended, and published once the frontier has passed `required_lsn`.
     `storage` is how the table was stored at the last look (JSON of `postgres.storage.Storage`), `dropped` the columns that are gone since.
     `kept_as` is its place in the lake, None where that is its name, and `earlier` are the oids of tables that stood there before it.
+
+    Of a table in `error`, `stage` is the work that failed (`lake.faults.STAGES`), `gap_lsn` where its changes begin to be missing from raw,
+    None where raw has them all, `failures` how often the work failed one after another, and `retry_at` from when on it is tried again by
+    itself, None where it is not. `rereads` counts how often it was read again by itself for an error (PGWAL_ON_TABLE_ERROR). `raw_from` is
+    the LSN from which on raw has the table's changes whole; 0 where it always had.
     """
 
     table: TableName
@@ -127,6 +140,12 @@ class TableState:
     dropped: tuple[str, ...] = ()
     kept_as: TableName | None = None
     earlier: tuple[int, ...] = ()
+    stage: str | None = None
+    gap_lsn: int | None = None
+    failures: int = 0
+    retry_at: datetime | None = None
+    rereads: int = 0
+    raw_from: int = 0
     at: datetime | None = None
 
     def __post_init__(self) -> None:
@@ -142,6 +161,30 @@ class TableState:
     def followed(self) -> bool:
         """Whether the table's changes are wanted: it is published, and nothing speaks against it."""
         return self.state not in ("skipped", "gone")
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the drain leaves the table's changes out: it could not take them once, and the table has a gap since."""
+        return self.state == "error" and self.gap_lsn is not None
+
+    def due(self, now: datetime) -> bool:
+        """Whether work that failed may be tried again by now."""
+        return self.retry_at is not None and self.retry_at <= now
+
+    def failed(self, stage: str, reason: str, now: datetime) -> "TableState":
+        """The table in `error` with raw whole: the work is tried again at once the next time, then with pauses that grow."""
+        failures = self.failures + 1
+        return replace(self, state="error", stage=stage, reason=reason, failures=failures, retry_at=now + pause_after(failures))
+
+    def with_gap(self, stage: str, reason: str, lsn: int) -> "TableState":
+        """The table in `error`, its changes left out of raw from `lsn` on: it has to be read again before it can be published."""
+        gap = lsn if self.gap_lsn is None else min(lsn, self.gap_lsn)
+        unread = replace(self, generation=None, reading=None, published=None)
+        return replace(unread, state="error", stage=stage, reason=reason, gap_lsn=gap, failures=self.failures + 1, retry_at=None)
+
+    def mended(self) -> "TableState":
+        """The same without any trace of an error; its state is for the caller to set."""
+        return replace(self, reason=None, stage=None, gap_lsn=None, failures=0, retry_at=None)
 
     @property
     def is_read(self) -> bool:

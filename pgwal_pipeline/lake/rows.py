@@ -93,6 +93,12 @@ TABLES = pa.schema(
         ("dropped", pa.list_(pa.string())),
         ("kept_as", pa.string()),
         ("earlier", pa.list_(pa.int64())),
+        ("stage", pa.string()),
+        ("gap_lsn", pa.int64()),
+        ("failures", pa.int64()),
+        ("retry_at", _MOMENT),
+        ("rereads", pa.int64()),
+        ("raw_from", pa.int64()),
         ("at", _MOMENT),
     ]
 )
@@ -229,6 +235,9 @@ def states(rows: pa.Table) -> list[TableState]:
                 key=tuple(row["key"] or ()),
                 dropped=tuple(row["dropped"] or ()),
                 earlier=tuple(row["earlier"] or ()),
+                failures=row["failures"] or 0,
+                rereads=row["rereads"] or 0,
+                raw_from=row["raw_from"] or 0,
                 kept_as=None if row["kept_as"] is None else TableName.parse(row["kept_as"]),
                 relation=None if row["relation"] is None else relation_from_json(row["relation"]),
             )
