@@ -1,8 +1,17 @@
-"""Transaction ids and what a snapshot sees, as `pg_current_snapshot()` tells it."""
+"""Transactions: what tells one from another, and which of them a snapshot sees, as `pg_current_snapshot()` tells it."""
 
 from dataclasses import dataclass
 
 _WRAP = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class TransactionMark:
+    """What tells a transaction from every other at its place: commit LSN, 32-bit xid, and time of commit in microseconds since 1970 UTC."""
+
+    commit_lsn: int
+    xid: int
+    committed_at: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.columns import Block, CellError, Columns, decode_columns
 from pgwal_pipeline.decode.frames import HEADER, Frames
 from pgwal_pipeline.decode.ragged import UnreadableError, assemble
@@ -80,6 +81,8 @@ def decode_changes(routed: Route, known: KnownRelations) -> tuple[TableChanges, 
     starts = np.flatnonzero(np.diff(rows.version, prepend=-1))
     stops = np.append(starts[1:], len(rows.version))
     layouts = [known.layout(version) for version in rows.version[starts].tolist()]
+    for layout in layouts:
+        failpoints.at("decode", layout.relation.table)
     blocks = [
         Block(layout.targets, layout.relation.column_names, rows.first[start:stop])
         for layout, start, stop in zip(layouts, starts.tolist(), stops.tolist(), strict=True)
@@ -90,7 +93,7 @@ def decode_changes(routed: Route, known: KnownRelations) -> tuple[TableChanges, 
         relation = layouts[error.block].relation
         message = int(rows.message[starts[error.block] + error.row])
         reason = f"in column {relation.columns[error.column].name!r}, {error}"
-        raise frames.message_error(message, reason, relation.table) from None
+        raise frames.table_error(message, reason, relation.table) from None
     return _tables(routed, rows, layouts, columns, starts, stops)
 
 
@@ -99,11 +102,11 @@ def _order(routed: Route, known: KnownRelations, messages: Ints) -> _Tuples:
     frames, heads = routed.frames, routed.heads[messages]
     short = frames.ends[messages] - frames.starts[messages] < _TUPLE
     if short.any():
-        raise frames.message_error(int(messages[short.argmax()]), "it is too short for a change")
+        raise frames.table_error(int(messages[short.argmax()]), "it is too short for a change")
     try:
         versions = known.versions(heads >> 24 & 0xFFFFFFFF, messages)
     except UnreadableError as error:
-        raise frames.message_error(int(messages[error.index]), error.reason) from None
+        raise frames.table_error(int(messages[error.index]), error.reason) from None
     widths = known.widths[versions]
     wanted = widths >= 0
     if not wanted.all():
@@ -113,7 +116,7 @@ def _order(routed: Route, known: KnownRelations, messages: Ints) -> _Tuples:
     bad_tag = ~np.where(tags == _NEW, kinds != DELETE, old & (kinds != INSERT))
     if bad_tag.any():
         index = int(bad_tag.argmax())
-        raise frames.message_error(int(messages[index]), "its rows are not marked as they should be", _table(known, versions[index]))
+        raise frames.table_error(int(messages[index]), "its rows are not marked as they should be", _table(known, versions[index]))
     _check_widths(frames, known, messages, versions, heads & 0xFFFF)
     double = old & (kinds == UPDATE)
     counts = np.where(double, 2 * widths, widths)
@@ -143,7 +146,7 @@ def _check_widths(frames: Frames, known: KnownRelations, messages: Ints, version
     if wrong.any():
         index = int(wrong.argmax())
         reason = f"a row in it has {counts[index]} columns, but the table {known.widths[versions[index]]}"
-        raise frames.message_error(int(messages[index]), reason, _table(known, versions[index]))
+        raise frames.table_error(int(messages[index]), reason, _table(known, versions[index]))
 
 
 def _read(frames: Frames, known: KnownRelations, tuples: _Tuples) -> Fields:
@@ -153,7 +156,7 @@ def _read(frames: Frames, known: KnownRelations, tuples: _Tuples) -> Fields:
     starts, ends = frames.starts[tuples.message], frames.ends[tuples.message]
 
     def fail(index: int, reason: str) -> DecodeError:
-        return frames.message_error(int(tuples.message[index]), reason, _table(known, tuples.version[index]))
+        return frames.table_error(int(tuples.message[index]), reason, _table(known, tuples.version[index]))
 
     try:
         at = walk(frames, fields, tuples.first, starts + _TUPLE, ends, tuples.width)

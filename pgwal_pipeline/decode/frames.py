@@ -55,6 +55,12 @@ class Frames:
         """The string at `index`, without its first `skip` bytes."""
         return self.octets[self.starts[index] + skip : self.ends[index]].tobytes()
 
+    def table_error(self, index: int, reason: str, table: object = None) -> DecodeError:
+        """As `message_error`, for a message that belongs to one table, whose oid stands behind its kind."""
+        error = self.message_error(index, reason, table)
+        error.oid = int.from_bytes(error.payload[1:5]) if len(error.payload) >= 5 else 0
+        return error
+
     def message_error(self, index: int, reason: str, table: object = None) -> DecodeError:
         """The error for the replication message at `index`, with its position and its first bytes."""
         payload = self.bytes_of(index, HEADER)
@@ -63,7 +69,7 @@ class Frames:
         of_table = "" if table is None else f" of {table}"
         return DecodeError(
             f"The {kind} message{of_table} at WAL position {format_lsn(lsn)} cannot be decoded: {reason} (it has {len(payload)} bytes and "
-            f"starts with {payload[:_SHOWN].hex(' ') or 'nothing'}); nothing past it is confirmed: keep the slot and report this.",
+            f"starts with {payload[:_SHOWN].hex(' ') or 'nothing'}).",
             lsn=lsn,
             payload=payload,
         )

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.decode.ragged import UnreadableError
 from pgwal_pipeline.decode.types import Target, change_schema, target_of
 from pgwal_pipeline.decode.vectors import Ints
-from pgwal_pipeline.relation import Relation
+from pgwal_pipeline.errors import TableWorkFailed
+from pgwal_pipeline.relation import Relation, TableName
 
 Describe = Callable[[RelationMessage], Relation | None]
 """Turns what the stream says of a table into its definition; None for a table whose changes are not wanted."""
@@ -45,24 +47,46 @@ class KnownRelations:
         self._since = np.empty(0, np.int64)  # by oid and the message from which the version holds
         self._settled = True  # every version holds from the start of a run
         self._widths = np.empty(0, np.int64)
+        self._left_out: set[int] = set()
+
+    def leave_out(self, oid: int) -> None:
+        """Have the changes of a table unwanted from here on, however it is described."""
+        self._left_out.add(oid)
+        self._latest[oid] = None
+        self._settled = False
+
+    def latest(self) -> dict[int, Layout | None]:
+        """The newest version of each table, by oid: what `restore` takes."""
+        return dict(self._latest)
+
+    def restore(self, latest: dict[int, Layout | None]) -> None:
+        """Go back to what was known before a run, so that it may be read again; tables left out meanwhile stay so."""
+        self._latest = latest | dict.fromkeys(self._left_out)
+        self._settled = False
+
+    def relation(self, oid: int) -> Relation | None:
+        """The newest definition of a table whose changes are wanted."""
+        layout = self._latest.get(oid)
+        return None if layout is None else layout.relation
 
     def learn(self, messages: dict[int, RelationMessage]) -> tuple[Relation, ...]:
         """Take in the Relation messages of a run, by their index in it; give the definitions that are new or changed, in order.
 
-        Versions that only earlier runs could need are forgotten. Raises UnreadableError for a message that its definition disagrees with.
+        Versions that only earlier runs could need are forgotten. Raises UnreadableError for a message that its definition disagrees with,
+        TableWorkFailed where a table's definition cannot be had or used.
         """
         if not messages and self._settled:
             return ()
         versions = {oid << _INDEX_BITS: layout for oid, layout in self._latest.items()}
         changed = []
         for index, message in messages.items():
-            relation = self._describe(message)
+            relation = self._described(message)
             if relation is not None and len(relation.columns) != len(message.columns):
                 raise UnreadableError(index, f"it has {len(message.columns)} columns, the table's definition {len(relation.columns)}")
             known = self._latest.get(message.oid)
             if message.oid in self._latest and relation == (known and known.relation):
                 continue
-            layout = None if relation is None else Layout.of(relation)
+            layout = None if relation is None else self._layout_of(relation)
             self._latest[message.oid] = versions[message.oid << _INDEX_BITS | index] = layout
             if relation is not None:
                 changed.append(relation)
@@ -72,6 +96,23 @@ class KnownRelations:
         self._settled = not messages
         self._widths = np.array([-1 if layout is None else len(layout.targets) for layout in self._layouts], np.int64)
         return tuple(changed)
+
+    def _described(self, message: RelationMessage) -> Relation | None:
+        if message.oid in self._left_out:
+            return None
+        name = str(TableName(message.schema or "pg_catalog", message.name))
+        try:
+            failpoints.at("describe", name)
+            return self._describe(message)
+        except Exception as error:
+            raise TableWorkFailed(message.oid, name, "describe") from error
+
+    @staticmethod
+    def _layout_of(relation: Relation) -> Layout:
+        try:
+            return Layout.of(relation)
+        except Exception as error:
+            raise TableWorkFailed(relation.oid, str(relation.table), "describe") from error
 
     def versions(self, oids: Ints, indices: Ints) -> Ints:
         """The version in force for a table at a message, for each pair. Raises UnreadableError for a table not described before."""

@@ -1,6 +1,6 @@
 """Which transaction each message of a run belongs to, at which place in it, and whether the window wants it; all as vectors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -8,8 +8,12 @@ import numpy as np
 from pgwal_pipeline.decode.frames import HEADER, Frames
 from pgwal_pipeline.decode.pgoutput import TruncateMessage, parse_truncate
 from pgwal_pipeline.decode.vectors import Bytes, Ints, Mask
+from pgwal_pipeline.xid import TransactionMark
 
 BEGIN, COMMIT, INSERT, UPDATE, DELETE, TRUNCATE, RELATION, TYPE, ORIGIN, LOGICAL = b"BCIUDTRYOM"
+
+MARKS: Final = 8
+"""How many of the last transactions of a run are told of one by one."""
 
 _KNOWN: Final = np.isin(np.arange(256), np.frombuffer(b"BCIUDTRYOM", np.uint8))
 _OTHERS: Final = np.isin(np.arange(256), np.frombuffer(b"RYOM", np.uint8))
@@ -50,7 +54,7 @@ class Route:
     Per message: `kinds`, the byte that says what it is; `heads`, its first eight bytes as a number; `transaction`, the index of its
     transaction; `ordinals`, the ordinal of its first change, counting every change of the transaction from 0; `rows`, whether it is a
     change of one row that the window wants. `truncates`: the wanted ones by the index of their message. `committed` counts the wanted
-    transactions with a change whose Commit is here.
+    transactions with a change whose Commit is here, `marks` are the last of them.
     """
 
     frames: Frames
@@ -62,6 +66,7 @@ class Route:
     truncates: dict[int, TruncateMessage]
     transactions: Transactions
     committed: int
+    marks: tuple[TransactionMark, ...]
     last_commit_lsn: int
     last_commit_end_lsn: int | None
     opened: OpenTransaction | None
@@ -89,6 +94,16 @@ class Route:
     def _oids(self, messages: Ints) -> list[int]:
         """The tables of messages that describe one or change a row of it."""
         return (self.heads[messages] >> 24 & 0xFFFFFFFF).tolist()
+
+    def tables(self) -> list[int]:
+        """The oids of the tables with a wanted change here."""
+        emptied = {oid for message in self.truncates.values() for oid in message.relations}
+        return sorted({*self._oids(np.flatnonzero(self.rows)), *emptied})
+
+    def only(self, oid: int) -> "Route":
+        """The same run with no other table's changes wanted."""
+        emptying = {index: message for index, message in self.truncates.items() if oid in message.relations}
+        return replace(self, rows=self.rows & ((self.heads >> 24 & 0xFFFFFFFF) == oid), truncates=emptying)
 
     def xids(self) -> tuple[int | None, int | None]:
         """The smallest and the largest id of the transactions that have a wanted change here."""
@@ -148,11 +163,17 @@ def route(frames: Frames, opened: OpenTransaction | None, last_commit_lsn: int, 
         truncates={index: message for index, message in truncates.items() if wanted[index]},
         transactions=transactions,
         committed=int((changed & wanted[commits]).sum()),
+        marks=_marks(transactions, transaction[commits][changed & wanted[commits]][-MARKS:]),
         last_commit_lsn=max(last_commit_lsn, int(transactions.commit_lsn[-1])),
         last_commit_end_lsn=int(commit_end_lsns[-1]) if len(commits) else None,
         opened=_last(transactions, changes) if still_open else None,
         passed_end=end is not None,
     )
+
+
+def _marks(transactions: Transactions, chosen: Ints) -> tuple[TransactionMark, ...]:
+    columns = (transactions.commit_lsn, transactions.xid, transactions.committed_at)
+    return tuple(TransactionMark(*values) for values in zip(*(column[chosen].tolist() for column in columns), strict=True))
 
 
 def _first_past(frames: Frames, kinds: Bytes, end_lsn: int) -> int | None:

@@ -5,6 +5,7 @@ table's state. The error's type decides where it can; otherwise a look does: is 
 """
 
 import re
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ import pyarrow.fs as pafs
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import LakeError, PgwalError, TableError
-from pgwal_pipeline.lake.layout import Lake, filesystem, require_writable
+from pgwal_pipeline.lake.layout import Lake, filesystem, remove_file, require_writable
 from pgwal_pipeline.printable import printable
 
 STAGES = {
@@ -97,6 +98,12 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _probe(lake: Lake) -> None:
-    """Raise where the lake as a whole cannot be read, or cannot be written on a local disk."""
+    """Raise where the lake as a whole cannot be read or written: a small file is written beside the tables of each layer."""
     require_writable(lake)
-    filesystem(lake.uri).get_file_info(pafs.FileSelector("_pgwal", allow_not_found=True))
+    store = filesystem(lake.uri)
+    for folder in ("_pgwal", "raw", "snapshot", "current"):
+        if store.get_file_info(folder).type != pafs.FileType.NotFound:
+            path = f"{folder}/_probe_{uuid.uuid4().hex}"
+            with store.open_output_stream(path) as file:
+                file.write(b"\0")
+            remove_file(lake.uri, path)

@@ -21,12 +21,14 @@ class Places:
     """Which table of the stream belongs where, as the ledger knew the tables when the stream began to be read.
 
     `by_oid` are places and names of the tables that are known, `left` the places of names whose table has gone, where others of that name
-    may stand; into the places and names in `taken` nobody else's rows may come.
+    may stand; into the places and names in `taken` nobody else's rows may come. `left_out` are the oids of tables whose changes raw does
+    not take.
     """
 
     by_oid: Mapping[int, tuple[TableName, TableName]] = field(default_factory=dict)
     left: Mapping[TableName, TableName] = field(default_factory=dict)
     taken: Collection[TableName] = ()
+    left_out: Collection[int] = ()
 
     @classmethod
     def of(cls, states: Mapping[TableName, TableState]) -> Self:
@@ -38,6 +40,7 @@ class Places:
             by_oid=earlier | {state.oid: (state.place, state.table) for state in known},
             left={state.table: state.place for state in known if not state.followed},
             taken=frozenset([*(state.place for state in known), *(state.table for state in known if state.followed)]),
+            left_out=frozenset(state.oid for state in known if state.left_out),
         )
 
     def find(self, relation: Relation) -> tuple[TableName, TableName]:

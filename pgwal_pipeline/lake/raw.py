@@ -6,8 +6,9 @@ names them (`prepared`), and `commit_window` then makes them part of their Delta
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from types import TracebackType
@@ -33,6 +34,7 @@ from pgwal_pipeline.lake.delta import (
     open_table,
     side_by_side,
 )
+from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, move, new_file_name, plain_schema, plain_tables
 from pgwal_pipeline.lake.places import Places
@@ -115,6 +117,9 @@ class Changes(Protocol):
 class _Buffer:
     """What a window has of one table: rows that wait, all of one schema, and files that are being written or done."""
 
+    place: TableName
+    table: TableName
+    oid: int
     folder: str
     standing: Future[Schema | None]
     arrow: pa.Schema
@@ -140,7 +145,8 @@ class WindowWriter:
     that raw tables will have, by their addresses, where windows before this one are not committed yet. For one thread; as a context
     manager it takes its files away again when the block fails. Its methods raise LakeError where the lake cannot be written.
 
-    `places` says where each table stands; tables are told apart by that, and a TableError has the place as its table's name.
+    `places` says where each table stands; tables are told apart by that. What is one table's own fault leaves that table out of the window
+    and goes into `refused`, by place; the others go on.
     """
 
     def __init__(
@@ -157,9 +163,9 @@ class WindowWriter:
         self._budget = budget
         self._partition = "" if key is None else f"{PARTITION}={key}/"
         self._buffers: dict[TableName, _Buffer] = {}
-        self._refused: dict[TableName, TableError] = {}
+        self.refused: dict[TableName, TableError] = {}
         self._waiting = 0
-        self._under_way: dict[Future[FileWrite], int] = {}
+        self._under_way: dict[Future[FileWrite], tuple[TableName, int]] = {}
         self._pool = ThreadPoolExecutor(2 if lake.is_local else 8, "pgwal-write")
 
     def __enter__(self) -> Self:
@@ -170,17 +176,35 @@ class WindowWriter:
             self.abandon()
 
     def add(self, changes: Changes) -> None:
-        """Take rows in. Raises TableError where the raw table cannot take them; the window then goes on without that table."""
+        """Take rows in; those of a table that was refused are dropped."""
         place, table = self._places.find(changes.relation)
-        if place in self._refused:
-            raise self._refused[place]
+        if place not in self.refused:
+            with self._own_fault(place, table, changes.relation.oid):
+                self._take(changes, place, table)
+        self._make_room()
+
+    @property
+    def held(self) -> int:
+        """About how many bytes of rows wait or are being written."""
+        return self._waiting + sum(size for _, size in self._under_way.values())
+
+    def refuse(self, place: TableName, error: TableError) -> None:
+        """Leave a table out of the window, and take its files away."""
+        self.refused.setdefault(place, error)
+        self._drop(place)
+
+    @contextmanager
+    def _own_fault(self, place: TableName, table: TableName, oid: int) -> Iterator[None]:
+        """Do work for one table; refuse it where that fails by its own fault."""
         try:
-            check_old_keys(changes.relation, changes.rows)
-            buffer = self._buffer(changes, place, table)
+            with table_work(self._lake, table, "write", oid=oid):
+                yield
         except TableError as error:
-            refusal = TableError(str(place), str(error), changes.relation.oid)
-            self._refuse(place, refusal)
-            raise refusal from None
+            self.refuse(place, error)
+
+    def _take(self, changes: Changes, place: TableName, table: TableName) -> None:
+        check_old_keys(changes.relation, changes.rows)
+        buffer = self._buffer(changes, place, table)
         write = buffer.write
         buffer.write = replace(
             write,
@@ -200,46 +224,48 @@ class WindowWriter:
         if len(buffer.loose) >= _LOOSE:
             buffer.rows.append(pa.concat_tables(buffer.loose).combine_chunks())
             buffer.loose = []
-        self._make_room()
 
     def finish(self) -> tuple[TableWrite, ...]:
         """Write out what waits; the files are on disk then, and the caller's. Returns what each table got, in the names' order."""
-        for buffer in self._buffers.values():
-            self._flush(buffer)
-        writes = tuple(
-            replace(buffer.write, schema_json=_fit(buffer)[0].to_json(), files=tuple(file.result() for file in buffer.files))
-            for _, buffer in sorted(self._buffers.items())
-        )
+        for place, buffer in list(self._buffers.items()):
+            with self._own_fault(place, buffer.table, buffer.oid):
+                self._flush(buffer)
+        writes = []
+        for place, buffer in sorted(self._buffers.items()):
+            with self._own_fault(place, buffer.table, buffer.oid):
+                files = tuple(file.result() for file in buffer.files)
+                writes.append(replace(buffer.write, schema_json=_fit(buffer)[0].to_json(), files=files))
         self._pool.shutdown()
         self._buffers.clear()
-        return writes
+        return tuple(writes)
 
-    def cut(self, lsn: int) -> int:
-        """Give up the rows of transactions with a commit LSN from `lsn` on, be they in files already; how many changes these were."""
-        gone = 0
-        for buffer in self._buffers.values():
-            self._flush(buffer)
-            cuts = [_cut_file(self._lake, buffer.folder, future.result(), lsn) for future in buffer.files]
-            buffer.files = [_settled(file) for file, _ in cuts if file is not None]
-            ops = sum((dropped for _, dropped in cuts), Counter[str]())
-            write = buffer.write
-            buffer.write = replace(
-                write,
-                rows=write.rows - ops.total(),
-                inserts=write.inserts - ops["I"],
-                updates=write.updates - ops["U"],
-                deletes=write.deletes - ops["D"],
-                truncates=write.truncates - ops["T"],
-                key_changes=write.key_changes - ops["K"],
-            )
-            gone += ops.total() - ops["K"]
-        return gone
+    def cut(self, lsn: int) -> None:
+        """Give up the rows of transactions with a commit LSN from `lsn` on, be they in files already."""
+        for place, buffer in list(self._buffers.items()):
+            with self._own_fault(place, buffer.table, buffer.oid):
+                self._flush(buffer)
+                self._cut_files(buffer, lsn)
+
+    def _cut_files(self, buffer: _Buffer, lsn: int) -> None:
+        cuts = [_cut_file(self._lake, buffer.folder, future.result(), lsn) for future in buffer.files]
+        buffer.files = [_settled(file) for file, _ in cuts if file is not None]
+        ops = sum((dropped for _, dropped in cuts), Counter[str]())
+        write = buffer.write
+        buffer.write = replace(
+            write,
+            rows=write.rows - ops.total(),
+            inserts=write.inserts - ops["I"],
+            updates=write.updates - ops["U"],
+            deletes=write.deletes - ops["D"],
+            truncates=write.truncates - ops["T"],
+            key_changes=write.key_changes - ops["K"],
+        )
 
     def abandon(self) -> None:
         """Stop, and take away the files that were written."""
         self._pool.shutdown(cancel_futures=True)
         for place in list(self._buffers):
-            self._refuse(place, None)
+            self._drop(place)
 
     def _buffer(self, changes: Changes, place: TableName, table: TableName) -> _Buffer:
         """The buffer of `table`, ready for rows of the schema that `changes` has."""
@@ -255,35 +281,43 @@ class WindowWriter:
         path = self._lake.raw(place)
         standing = self._pool.submit(_standing_schema, self._lake, path, self._expected)
         write = TableWrite(table=str(table), path=path, schema_json="")
-        buffer = self._buffers[place] = _Buffer(self._lake.layer_path("raw", place), standing, arrow, write)
+        folder = self._lake.layer_path("raw", place)
+        buffer = self._buffers[place] = _Buffer(place, table, changes.relation.oid, folder, standing, arrow, write)
         return buffer
 
     def _make_room(self) -> None:
         """Write the largest tables out: from half of the budget on beside what goes on, and waiting for it once the budget is used up."""
         while self._waiting > self._budget // 2:
-            self._flush(max(self._buffers.values(), key=lambda buffer: buffer.bytes))
-        while self._waiting + sum(self._under_way.values()) > self._budget and self._under_way:
+            place, buffer = max(self._buffers.items(), key=lambda item: item[1].bytes)
+            with self._own_fault(place, buffer.table, buffer.oid):
+                self._flush(buffer)
+        while self.held > self._budget and self._under_way:
             done, _ = wait(self._under_way, return_when=FIRST_COMPLETED)
             for file in done:
-                del self._under_way[file]
+                self._end(file)
+
+    def _end(self, file: Future[FileWrite]) -> None:
+        """Take in how the writing of a file ended; refusing its table takes the table's other files out of those under way."""
+        place, _ = self._under_way.pop(file, (None, 0))
+        buffer = None if place is None else self._buffers.get(place)
+        if place is not None and buffer is not None:
+            with self._own_fault(place, buffer.table, buffer.oid):
                 file.result()
 
     def _flush(self, buffer: _Buffer) -> None:
         """Have one file written with the rows of a table that wait."""
         if not buffer.bytes:
             return
+        buffer.schema, named = _fit(buffer)
         size, rows = buffer.bytes, buffer.take()
         self._waiting -= size
         path = f"{buffer.folder}/{self._partition}{new_file_name()}"
-        buffer.schema, named = _fit(buffer)
         file = self._pool.submit(_write_file, self._lake, path, buffer.folder, named, rows)
-        self._under_way[file] = size
+        self._under_way[file] = buffer.place, size
         buffer.files.append(file)
 
-    def _refuse(self, place: TableName, refusal: TableError | None) -> None:
-        """Leave a table out of the window, and take its files away."""
-        if refusal is not None:
-            self._refused[place] = refusal
+    def _drop(self, place: TableName) -> None:
+        """Give up what the window has of a table, and take its files away."""
         buffer = self._buffers.pop(place, None)
         if buffer is None:
             return
@@ -356,15 +390,28 @@ def ensure_raw_table(lake: Lake, place: TableName, rows: pa.Schema) -> str:
     return path
 
 
-def commit_window(lake: Lake, key: str, writes: Iterable[TableWrite]) -> None:
+def commit_window(lake: Lake, key: str, writes: Iterable[TableWrite]) -> dict[str, TableError]:
     """Make a window's files part of their raw tables, one commit a table, tables made and widened as they need it.
 
     What has been committed already is left alone, so this may be done again after a crash, with the writes from the ledger's record, and
-    by two at once. Raises FileGone where a file is not there, LakeError where the lake cannot be written, ValueError where `key` is not a
-    window's.
+    by two at once. Returns the tables whose own fault it is that they could not be committed, by their addresses. Raises FileGone where a
+    file is not there, LakeError where the lake cannot be written, ValueError where `key` is not a window's.
     """
     parse_window_key(key)
-    side_by_side(lambda write: _commit_table(lake, key, write), list(writes), 8 if lake.is_local else 16)
+
+    def one(write: TableWrite) -> TableError | None:
+        try:
+            with table_work(lake, write.table, "commit"):
+                _commit_table(lake, key, write)
+        except TableError as error:
+            if isinstance(error.__cause__, FileGone):
+                raise error.__cause__ from None
+            return error
+        return None
+
+    writes = list(writes)
+    failed = side_by_side(one, writes, 8 if lake.is_local else 16)
+    return {write.path: error for write, error in zip(writes, failed, strict=True) if error is not None}
 
 
 def _commit_table(lake: Lake, key: str, write: TableWrite) -> None:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from pgwal_pipeline.relation import Column, PgType, Relation, TableName
+from pgwal_pipeline.xid import TransactionMark
 
 WindowState = Literal["prepared", "complete", "pruned"]
 State = Literal["pending", "snapshotting", "ready", "skipped", "gone", "error", "renamed"]
@@ -66,6 +67,7 @@ class Window:
     `prepared`: the files are durable and named here, the raw tables may lack them still. `complete`: every raw table has them, and `tables`
     names no files any more. `pruned`: raw has them no longer; one such record may stand for several windows that follow one another. An
     empty window (`start_lsn == end_lsn`) is where a slot began. `bytes` is what the server sent, `seconds` is by stage, xids have 32 bits.
+    `marks` are its last transactions with a change, in the order of their commits: a source that sends others there is not the same.
     """
 
     key: str
@@ -79,6 +81,7 @@ class Window:
     seconds: Mapping[str, float] = field(default_factory=dict)
     min_xid: int | None = None
     max_xid: int | None = None
+    marks: tuple[TransactionMark, ...] = ()
     tables: tuple[TableWrite, ...] = ()
     at: datetime | None = None
 

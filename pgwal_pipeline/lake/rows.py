@@ -24,6 +24,7 @@ from pgwal_pipeline.lake.records import (
     relation_to_json,
 )
 from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.xid import TransactionMark
 
 _MOMENT = pa.timestamp("us", "UTC")
 _FILE = pa.struct([("path", pa.string()), ("size", pa.int64()), ("rows", pa.int64()), ("stats", pa.string())])
@@ -43,6 +44,7 @@ _WRITE = pa.struct(
     ]
 )
 
+_MARK = pa.struct([("commit_lsn", pa.int64()), ("xid", pa.int64()), ("committed_at", pa.int64())])
 _COUNTS = ("rows", "inserts", "updates", "deletes", "truncates", "key_changes", "unchanged")
 
 SOURCE = pa.schema(
@@ -70,6 +72,7 @@ WINDOWS = pa.schema(
         ("seconds", pa.map_(pa.string(), pa.float64())),
         ("min_xid", pa.int64()),
         ("max_xid", pa.int64()),
+        ("marks", pa.list_(_MARK)),
         ("at", _MOMENT),
         ("tables", pa.list_(_WRITE)),
     ]
@@ -152,16 +155,21 @@ def _window_row(window: Window, lake: Lake) -> dict[str, Any]:
         }
         for write in window.tables
     ]
-    return _fields(window) | {"seconds": list(window.seconds.items()), "tables": tables}
+    marks = [_fields(mark) for mark in window.marks]
+    return _fields(window) | {"seconds": list(window.seconds.items()), "tables": tables, "marks": marks}
 
 
 def windows(rows: pa.Table, lake: Lake) -> list[Window]:
     """The windows in `rows`, in their order."""
     plain = rows.drop_columns(["tables"])
     return [
-        Window(**_known(Window, row, seconds=dict(row["seconds"] or ()), tables=writes))
+        Window(**_known(Window, row, seconds=dict(row["seconds"] or ()), marks=_marks(row["marks"]), tables=writes))
         for row, writes in zip(_records(plain), _writes(rows["tables"].combine_chunks(), lake), strict=True)
     ]
+
+
+def _marks(found: Sequence[Mapping[str, int]] | None) -> tuple[TransactionMark, ...]:
+    return tuple(TransactionMark(**mark) for mark in found or ())
 
 
 def _writes(lists: pa.ListArray, lake: Lake) -> Iterator[tuple[TableWrite, ...]]:

@@ -11,8 +11,9 @@ from pgwal_pipeline.errors import FileGone, LakeError, SlotLost
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Source, Window
 from pgwal_pipeline.lsn import format_lsn, window_key
+from pgwal_pipeline.pipeline import history
 from pgwal_pipeline.pipeline.changes import Look
-from pgwal_pipeline.pipeline.counting import recover
+from pgwal_pipeline.pipeline.counting import recover, slot_stream
 from pgwal_pipeline.pipeline.looks import looks, record_tables
 from pgwal_pipeline.postgres import catalog, publication, slot
 from pgwal_pipeline.postgres.slot import SlotState
@@ -43,8 +44,8 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None])
     """Make sure that publication and slot exist and are this lake's, and record in the ledger which tables they carry.
 
     To be called by the holder of the slot's lock only. Raises LakeError for another source's lake, SlotLost where the slot is gone, stands
-    beyond the frontier, or the source was promoted from a server that was behind the lake; with PGWAL_ON_SLOT_LOSS=resnapshot the slot is
-    made anew then, and every table read again.
+    beyond the frontier, or the source was promoted from a server that was behind the lake, or set back to an older copy of itself; with
+    PGWAL_ON_SLOT_LOSS=resnapshot the slot is made anew then, and every table read again.
     """
     try:
         return _attach(settings, conn, warn=warn)
@@ -71,17 +72,28 @@ def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]
         failpoints.hit("bootstrap.after_slot")
     if frontier is None:
         ledger.append_window(_origin(settings.slot, state.confirmed_flush_lsn))
-    recovered = _completed(ledger)
+    recovered = _completed(ledger, warn)
+    _require_same_changes(settings, conn, ledger, state)
     found = looks(conn, settings.publication)
     for table, reason in record_tables(ledger, conn, found, published.skipped).items():
         warn(f"Table {table}: {reason}.")
     return Attached(conn.info.server_version, state, found, dict(published.skipped), recovered)
 
 
-def _completed(ledger: Ledger) -> tuple[Window, ...]:
+def _require_same_changes(settings: Settings, conn: Connection, ledger: Ledger, state: SlotState) -> None:
+    """See that what the slot sends again, where it stands before the frontier, is what the lake has. Raises SlotLost."""
+    frontier = ledger.frontier()
+    again = None if frontier is None else history.to_be_sent_again(ledger, state.confirmed_flush_lsn, frontier)
+    if frontier is not None and again is not None:
+        start, expected = again
+        with slot_stream(settings, start, conn.info.server_version) as stream:
+            history.require_same(stream, start, frontier, expected)
+
+
+def _completed(ledger: Ledger, warn: Callable[[str], None]) -> tuple[Window, ...]:
     """Complete what is prepared before the tables are looked at: raw takes the columns of an earlier table of a place first."""
     try:
-        return recover(ledger.lake, ledger)
+        return recover(ledger, warn)
     except FileGone:
         return ()  # the drain reads it again
 
@@ -211,6 +223,10 @@ def _gap(
     if state is None or state.lost or state.confirmed_flush_lsn > _durable(ledger, frontier):
         return True
     if recorded.publication_oid not in (0, publication.oid(conn, recorded.publication)):
+        return True
+    try:
+        _require_same_changes(settings, conn, ledger, state)
+    except SlotLost:
         return True
     if ours.timeline <= recorded.timeline:
         return False

@@ -117,13 +117,12 @@ def carry_out(run: Pass, plan: Plan, before: Mapping[TableName, Look]) -> tuple[
     plan = read
     reads = _fitting(run, plan)
     failpoints.hit("catch_up.all_read")
-    windows = [read.window for read in reads]
     found = review(run, before, Told.joined(Told.from_json(read.streamed) for read in reads), Snapshot.parse(plan.ended))
-    count(run.ledger, windows)
+    windows = count(run.ledger, [read.window for read in reads], run.warn)
     failpoints.hit("drain.before_confirm")
     copies.settle(run.conn, run.settings.dsn, run.settings.slot, plan.ends[-1], warn=run.warn)
     failpoints.hit("drain.after_confirm")
-    return tuple(windows), found
+    return windows, found
 
 
 def _read_all(run: Pass, plan: Plan) -> Plan | None:
@@ -197,10 +196,10 @@ def _read_here(run: Pass, plan: Plan, limits: tuple[int, int], budget: int, expe
                 expected=expected,
             )
         except StreamBroke as broke:
-            keep_what_came(run.ledger, run.settings.slot, start, broke)
+            keep_what_came(run.ledger, run.settings.slot, broke)
             raise
     failpoints.hit("drain.after_files")
-    run.ledger.record_read(Read(window_of(run.settings.slot, start, end, read), Told.of(read).to_json()))
+    run.ledger.record_read(Read(window_of(run.settings.slot, read), Told.of(read).to_json()))
     failpoints.hit("catch_up.read_here")
 
 

@@ -8,22 +8,12 @@ import threading
 from types import TracebackType
 from typing import Any, Self
 
-from pgwal_pipeline import errors
-from pgwal_pipeline.errors import PgwalError, SourceRefused
+from pgwal_pipeline.errors import PgwalError, SourceRefused, error_from_json
 from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.settings import PREFIX, Settings
 
 _PROGRAM = "pgwal_pipeline.pipeline.catch_up_worker"
 _KEPT = "PGWAL_FAILPOINTS"
-_CARRIED = (
-    errors.SourceUnavailable,
-    errors.SourceRefused,
-    errors.SlotBusy,
-    errors.SlotLost,
-    errors.PublicationMissing,
-    errors.LakeError,
-    errors.DecodeError,
-)
 _STARTING = 60.0  # seconds for a process to start and to copy the slot
 _ENDING = 10.0  # seconds for one to take its files away when it is to stop
 
@@ -107,9 +97,8 @@ class CatchUpProcess:
                 self._progress.stage(self._stage, done, total, "bytes of WAL")
             case {"say": text}:
                 self._progress.say(f"{self._stage}: {text}")
-            case {"error": [name, text]}:
-                kind = getattr(errors, name, None)
-                failure = kind(text) if kind in _CARRIED else PgwalError(text)
+            case {"error": {**said_error}}:
+                failure = error_from_json(said_error)
                 self._fail(failure, again=failure.transient or not self._has_slot)
             case {"done": _}:
                 self._done = True

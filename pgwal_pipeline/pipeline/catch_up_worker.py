@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.errors import error_to_json
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Read
 from pgwal_pipeline.lake.places import Places
@@ -88,11 +88,8 @@ def _work(teller: _Teller) -> int:
     except BrokenPipeError:
         return 1
     except Exception as error:  # noqa: BLE001 - the other raises it
-        text = str(error) if isinstance(error, PgwalError) else f"Unexpected {type(error).__name__}: {error}"
-        # Of what is raised the other knows only the kinds that all know.
-        kind = next((kind.__name__ for kind in type(error).__mro__ if kind.__module__ == PgwalError.__module__), PgwalError.__name__)
         with suppress(BrokenPipeError):
-            teller.tell(error=[kind, text])
+            teller.tell(error=error_to_json(error))
         return 1
     return 0
 
@@ -117,10 +114,10 @@ def _read(settings: Settings, start: int, end: int, version: int, teller: _Telle
                     progress=teller,
                 )
             except StreamBroke as broke:
-                keep_what_came(ledger, settings.slot, start, broke)
+                keep_what_came(ledger, settings.slot, broke)
                 raise
             failpoints.hit("catch_up.after_files")
-            ledger.record_read(Read(window_of(settings.slot, start, end, read), Told.of(read).to_json()))
+            ledger.record_read(Read(window_of(settings.slot, read), Told.of(read).to_json()))
             failpoints.hit("catch_up.recorded")
 
 

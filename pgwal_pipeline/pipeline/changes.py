@@ -28,7 +28,7 @@ class Streamed:
     """What a pass over the stream told of the tables, by their oids: how they looked, and the transactions that truncated them.
 
     `refilled`, `partitions` and `lacking` are as `WindowRead` has them. `ended` has every transaction that committed before the pass's end,
-    and maybe some that committed just after it.
+    and maybe some that committed just after it; None where the stream goes on, so that what it did not tell it may still tell.
     """
 
     relations: Mapping[int, Sequence[Relation]]
@@ -36,7 +36,7 @@ class Streamed:
     refilled: Collection[int]
     partitions: Mapping[int, Collection[int]]
     lacking: Collection[int]
-    ended: Snapshot
+    ended: Snapshot | None
 
 
 def dropped(state: TableState, before: Storage, now: Storage) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ def dropped(state: TableState, before: Storage, now: Storage) -> tuple[str, ...]
 def read_again(state: TableState, look: Look, reason: str, joined_xid: int | None = None) -> TableState:
     """The state of a table whose rows have to be read again before it can be published; its old `current` stays until then."""
     return replace(
-        state,
+        state.mended(),
         state="pending",
         reason=f"it is read again: {reason}",
         key=look.relation.key,
@@ -143,7 +143,7 @@ def rewritten(oid: int, before: Storage, now: Storage, streamed: Streamed) -> tu
         if was is not None and was.attached != file.attached:
             reason = "a partition was detached and attached again"
         if was is not None and was.node != file.node and (file.altered or file.xid not in streamed.truncated.get(oid, ())):
-            if not streamed.ended.sees(file.xid):
+            if streamed.ended is None or not streamed.ended.sees(file.xid):
                 files.append(was)
                 continue
             reason = "it was rewritten"

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -12,15 +12,15 @@ import psycopg
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.pgoutput import RelationMessage
-from pgwal_pipeline.errors import SlotBusy
-from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.errors import SlotBusy, TableError
 from pgwal_pipeline.lake.ledger import Ledger, Read, TableState, Window
 from pgwal_pipeline.lake.raw import commit_window
 from pgwal_pipeline.lake.records import relation_from_json, relation_to_json
-from pgwal_pipeline.lsn import window_key
+from pgwal_pipeline.lsn import format_lsn, window_key
 from pgwal_pipeline.pipeline.changes import Look, Streamed
 from pgwal_pipeline.pipeline.looks import looks, next_xid, review_tables
-from pgwal_pipeline.pipeline.window import StreamBroke, WindowRead
+from pgwal_pipeline.pipeline.tally import Refusal, WindowRead, changes_in
+from pgwal_pipeline.pipeline.window import StreamBroke
 from pgwal_pipeline.postgres import catalog
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.progress import Progress
@@ -45,13 +45,13 @@ class Pass:
 class Told:
     """What the stream told of the tables besides their rows.
 
-    The tables as they were, by oid, the last definition last; the transactions (32 bits) that truncated one, by its oid; which
-    table could not be written, by its oid and with the reason, by its place. The others are as `WindowRead` has them.
+    The tables as they were, by oid, the last definition last; the transactions (32 bits) that truncated one, by its oid; the tables that
+    were left out, by place. The others are as `WindowRead` has them.
     """
 
     relations: Mapping[int, Sequence[Relation]]
     truncated: Mapping[int, Collection[int]]
-    refused: Mapping[str, tuple[int, str]]
+    refused: Mapping[str, Refusal]
     refilled: Collection[int] = ()
     partitions: Mapping[int, Collection[int]] = field(default_factory=dict)
     lacking: Collection[int] = ()
@@ -59,15 +59,14 @@ class Told:
     @classmethod
     def of(cls, read: WindowRead) -> "Told":
         """What reading a window found."""
-        refused = {error.table: (error.oid, str(error)) for error in read.refused}
-        return cls(_by_oid(read.relations), read.truncated, refused, read.refilled, read.partitions, read.lacking)
+        return cls(_by_oid(read.relations), read.truncated, read.refused, read.refilled, read.partitions, read.lacking)
 
     @classmethod
     def joined(cls, parts: Iterable["Told"]) -> "Told":
         """What windows that follow one another told together."""
         relations: list[Relation] = []
         truncated: dict[int, set[int]] = {}
-        refused: dict[str, tuple[int, str]] = {}
+        refused: dict[str, Refusal] = {}
         refilled: set[int] = set()
         partitions: dict[int, set[int]] = {}
         lacking: set[int] = set()
@@ -88,7 +87,7 @@ class Told:
             {
                 "relations": [relation_to_json(relation) for relation in chain.from_iterable(self.relations.values())],
                 "truncated": {str(oid): sorted(xids) for oid, xids in self.truncated.items()},
-                "refused": dict(self.refused),
+                "refused": {place: asdict(refusal) for place, refusal in self.refused.items()},
                 "refilled": sorted(self.refilled),
                 "partitions": {str(oid): sorted(oids) for oid, oids in self.partitions.items()},
                 "lacking": sorted(self.lacking),
@@ -103,7 +102,7 @@ class Told:
         return cls(
             relations,
             {int(oid): set(xids) for oid, xids in found["truncated"].items()},
-            {place: (oid, reason) for place, (oid, reason) in found["refused"].items()},
+            {place: Refusal(**refusal) for place, refusal in found["refused"].items()},
             found.get("refilled", ()),
             {int(oid): set(oids) for oid, oids in found.get("partitions", {}).items()},
             found.get("lacking", ()),
@@ -117,13 +116,13 @@ def _by_oid(relations: Iterable[Relation]) -> dict[int, Sequence[Relation]]:
     return dict(found)
 
 
-def window_of(slot: str, start_lsn: int, end_lsn: int, read: WindowRead) -> Window:
+def window_of(slot: str, read: WindowRead) -> Window:
     """What was read as the window that the ledger takes."""
     return Window(
-        key=window_key(end_lsn),
+        key=window_key(read.end_lsn),
         slot=slot,
-        start_lsn=start_lsn,
-        end_lsn=end_lsn,
+        start_lsn=read.start_lsn,
+        end_lsn=read.end_lsn,
         state="prepared",
         transactions=read.transactions,
         changes=read.changes,
@@ -131,73 +130,131 @@ def window_of(slot: str, start_lsn: int, end_lsn: int, read: WindowRead) -> Wind
         seconds=read.seconds,
         min_xid=read.min_xid,
         max_xid=read.max_xid,
+        marks=read.marks,
         tables=read.writes,
     )
 
 
-def keep_what_came(ledger: Ledger, slot: str, start_lsn: int, broke: StreamBroke) -> None:
+def keep_what_came(ledger: Ledger, slot: str, broke: StreamBroke) -> None:
     """Write down what came whole before a stream broke off, as a window of its own; see `Ledger.refined`."""
     if broke.kept is not None:
-        ledger.record_read(Read(window_of(slot, start_lsn, broke.kept_end, broke.kept), Told.of(broke.kept).to_json()))
+        ledger.record_read(Read(window_of(slot, broke.kept), Told.of(broke.kept).to_json()))
 
 
-def review(run: Pass, before: Mapping[TableName, Look], told: Told, ended: Snapshot) -> dict[TableName, Look]:
-    """Look at the tables again and write down what became of them; returns the looks. To be done before the windows read count."""
+def review(run: Pass, before: Mapping[TableName, Look], told: Told, ended: Snapshot | None) -> dict[TableName, Look]:
+    """Look at the tables again and write down what became of them; returns the looks. To be done before the windows read count.
+
+    `ended` is as `Streamed` has it.
+    """
     found = looks(run.conn, run.settings.publication)
     streamed = Streamed(told.relations, told.truncated, told.refilled, told.partitions, told.lacking, ended)
     rewrites = run.settings.on_rewrite == "resnapshot"
     for table, reason in review_tables(run.ledger, before, found, streamed, next_xid(run.conn), rewrites=rewrites).items():
         run.warn(f"Table {table}: {reason}.")
     if told.refused:
-        unborn_xid = next_xid(run.conn)
-        run.ledger.amend_tables(
-            lambda known: [
-                _refused(state, *told.refused[str(state.place)], unborn_xid)
-                for state in known.values()
-                if str(state.place) in told.refused and state.followed
-            ]
-        )
+        _record_refusals(run, told.refused)
     return found
 
 
-def _refused(state: TableState, oid: int, reason: str, unborn_xid: int) -> TableState:
+def _record_refusals(run: Pass, refused: Mapping[str, Refusal]) -> None:
+    """Write down the tables that the windows left out, before anything counts that lacks their changes."""
+    unborn_xid = next_xid(run.conn)
+    news: dict[str, str] = {}
+
+    def decide(known: Mapping[TableName, TableState]) -> list[TableState]:
+        states = [
+            _refused(state, refused[str(state.place)], unborn_xid)
+            for state in known.values()
+            if str(state.place) in refused and state.followed
+        ]
+        news.clear()
+        news.update({str(state.table): state.reason or "" for state in states})
+        return states
+
+    run.ledger.amend_tables(decide)
+    for table, reason in news.items():
+        run.warn(f"Table {table} is left out: {reason}")
+
+
+def _refused(state: TableState, refusal: Refusal, unborn_xid: int) -> TableState:
     """The state of a table of which the windows have nothing: what they had of it is only in the source now."""
+    if refusal.oid == state.oid:
+        return state.with_gap(refusal.stage, gap_reason(state.table, refusal.stage, refusal.lsn, refusal.reason), refusal.lsn)
     unread = replace(state, generation=None, reading=None, published=None)
-    if oid == state.oid:
-        return replace(unread, state="error", reason=reason)
-    return replace(
-        unread, state="pending", reason=f"it is read again, for another one that stood there before: {reason}", joined_xid=unborn_xid
+    reason = f"it is read again, for another one that stood there before: {refusal.reason}"
+    return replace(unread, state="pending", reason=reason, joined_xid=unborn_xid)
+
+
+def gap_reason(table: TableName, stage: str, lsn: int, sentence: str) -> str:
+    """Why a table is left out of raw: what failed and where, and the way back."""
+    return (
+        f"{sentence} (at {stage}, {format_lsn(lsn)}; its changes from there on are not in raw: "
+        f"mend the cause, then run `pgwal resnapshot '{table}'`.)"
     )
 
 
-def count(ledger: Ledger, windows: Sequence[Window]) -> None:
-    """Make windows durable, all at once: from their ledger record on they are never read again, whatever happens to what follows."""
+def count(ledger: Ledger, windows: Sequence[Window], warn: Callable[[str], None]) -> tuple[Window, ...]:
+    """Make windows durable, all at once: from their ledger record on they are never read again, whatever happens to what follows.
+
+    Returns them as they count, without the tables whose own fault it was that they could not be committed.
+    """
     ledger.append_windows(windows)
     failpoints.hit("drain.after_prepared")
-    _complete(ledger.lake, ledger, windows)
+    return _complete(ledger, windows, warn)
 
 
-def recover(lake: Lake, ledger: Ledger) -> tuple[Window, ...]:
+def recover(ledger: Ledger, warn: Callable[[str], None]) -> tuple[Window, ...]:
     """Complete the windows that were prepared when a process died: their files are durable, so they are named in raw and done."""
     windows = ledger.prepared()
-    if windows:
-        _complete(lake, ledger, windows)
-    return windows
+    return _complete(ledger, windows, warn) if windows else ()
 
 
-def _complete(lake: Lake, ledger: Ledger, windows: Sequence[Window]) -> None:
+def _complete(ledger: Ledger, windows: Sequence[Window], warn: Callable[[str], None]) -> tuple[Window, ...]:
+    """Name the windows' files in raw, and write them down as complete.
+
+    A table that fails by its own fault is written down with its gap first, and the windows lack it from there on.
+    """
+    failed: dict[str, TableError] = {}
+    done = []
     for window in windows:
-        commit_window(lake, window.key, window.tables)
+        wanted = tuple(write for write in window.tables if write.path not in failed)
+        found = commit_window(ledger.lake, window.key, wanted)
+        if found:
+            failed |= found
+            _record_uncommitted(ledger, found, window.start_lsn, warn)
+            failpoints.hit("drain.after_uncommitted")
+        kept = tuple(write for write in wanted if write.path not in failed)
+        changes = window.changes if len(kept) == len(window.tables) else changes_in(kept)
+        done.append(replace(window, state="complete", tables=kept, changes=changes))
     failpoints.hit("drain.before_complete")
-    ledger.append_windows([replace(window, state="complete") for window in windows])
+    ledger.append_windows(done)
+    return tuple(done)
+
+
+def _record_uncommitted(ledger: Ledger, failed: Mapping[str, TableError], lsn: int, warn: Callable[[str], None]) -> None:
+    def decide(known: Mapping[TableName, TableState]) -> list[TableState]:
+        return [
+            state.with_gap("commit", gap_reason(state.table, "commit", lsn, str(error)), lsn)
+            for state in known.values()
+            if state.followed and (error := failed.get(ledger.lake.raw(state.place))) is not None
+        ]
+
+    ledger.amend_tables(decide)
+    for error in failed.values():
+        warn(f"{error} The table is left out from {format_lsn(lsn)} on.")
 
 
 def open_stream(run: Pass, start_lsn: int) -> ReplicationStream:
+    """The slot's stream from `start_lsn` on; see `slot_stream`."""
+    return slot_stream(run.settings, start_lsn, run.server_version)
+
+
+def slot_stream(settings: Settings, start_lsn: int, server_version: int) -> ReplicationStream:
     """The slot's stream; a walsender that still holds it, though its client has gone, is waited for, for PGWAL_BUSY_TIMEOUT."""
-    settings, deadline = run.settings, time.monotonic() + run.settings.busy_timeout
+    deadline = time.monotonic() + settings.busy_timeout
     while True:
         try:
-            return ReplicationStream.open(settings.dsn, settings.slot, settings.publication, start_lsn, server_version=run.server_version)
+            return ReplicationStream.open(settings.dsn, settings.slot, settings.publication, start_lsn, server_version=server_version)
         except SlotBusy:
             if time.monotonic() > deadline:
                 raise

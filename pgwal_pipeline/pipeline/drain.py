@@ -1,12 +1,11 @@
 """The drain: everything that was committed up to one LSN goes from the slot to the lake in a single pass over the WAL."""
 
-import contextvars
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
@@ -22,9 +21,10 @@ from pgwal_pipeline.pipeline import catch_up
 from pgwal_pipeline.pipeline.bootstrap import Attached, attach, note_missing_publication
 from pgwal_pipeline.pipeline.catch_up import Pace, falling_behind
 from pgwal_pipeline.pipeline.changes import Look
-from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, keep_what_came, open_stream, recover, review, window_of
+from pgwal_pipeline.pipeline.committer import Committer
+from pgwal_pipeline.pipeline.counting import Pass, describe_on, keep_what_came, open_stream, recover
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
-from pgwal_pipeline.pipeline.window import StreamBroke, read_window
+from pgwal_pipeline.pipeline.window import Portions, StreamBroke, read_window
 from pgwal_pipeline.postgres import catalog, slot, slot_state
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream
@@ -73,8 +73,19 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
             pause = course.pause(error)
             if pause is None:
                 raise
-            noted.warn(f"{error} What came whole is kept; the drain goes on from there in {pause:g} s.")
+            noted.warn(f"{error} {_kept(error)} The drain goes on from there in {pause:g} s.")
             time.sleep(pause)
+
+
+def _kept(error: SourceUnavailable) -> str:
+    """What came whole before the connection broke, and is not read again."""
+    if not isinstance(error, StreamBroke) or error.kept is None:
+        return "Nothing of the window that was being read had come whole; windows before it are safe."
+    kept = error.kept
+    return (
+        f"What came whole is kept: {sum(write.rows for write in kept.writes):,} rows of {kept.transactions:,} transactions, up to "
+        f"{format_lsn(kept.end_lsn)}, read in {kept.seconds['drain']:.1f} s."
+    )
 
 
 @dataclass
@@ -178,7 +189,7 @@ def _drain(settings: Settings, course: _Course, noted: Noted) -> DrainReport:
 def _recovered(run: Pass, attached: Attached) -> tuple[Window, ...]:
     """Complete what a drain before has prepared. Where files of that are gone it is read again, for the slot has not passed it yet."""
     try:
-        return recover(run.ledger.lake, run.ledger)
+        return recover(run.ledger, run.warn)
     except FileGone as gone:
         windows = run.ledger.prepared()
         if attached.slot.confirmed_flush_lsn > windows[0].start_lsn:
@@ -217,53 +228,62 @@ def _windows(run: Pass, attached: Attached, frontier: int, end: int, ended: str)
     if end > frontier or confirmed < frontier:
         started = time.perf_counter()
         with open_stream(run, frontier) as stream:
-            window = _drain_window(run, before, ended, stream, frontier, end) if end > frontier else None
+            counted = _drain_windows(run, before, ended, stream, frontier, end) if end > frontier else []
             failpoints.hit("drain.before_confirm")
             stream.confirm(max(end, frontier))
             _await_confirmation(run.conn, run.settings.slot, max(end, frontier))
             failpoints.hit("drain.after_confirm")
-        if window is not None:
-            report = _report(window, time.perf_counter() - started)
+        spent = time.perf_counter() - started
+        for window in counted[:-1]:
+            report = window_report(window)
+            spent -= report.seconds["drain"]
+            yield report, report.seconds
+        if counted:
+            report = _report(counted[-1], max(0.0, spent))
             yield report, report.seconds
 
 
-def _drain_window(run: Pass, before: Mapping[TableName, Look], ended: str, stream: ReplicationStream, start: int, end: int) -> Window:
-    try:
-        read = read_window(
-            stream,
-            run.ledger.lake,
-            Places.of(run.ledger.tables()),
-            describe_on(run.conn),
-            start_lsn=start,
-            end_lsn=end,
-            memory_budget=run.settings.memory_budget,
-            progress=run.progress,
-        )
-    except StreamBroke as broke:
-        _keep(run, broke, start, ended)
-        raise
-    failpoints.hit("drain.after_files")
-    window = window_of(run.settings.slot, start, end, read)
-    started = time.perf_counter()
+def _drain_windows(
+    run: Pass, before: Mapping[TableName, Look], ended: str, stream: ReplicationStream, start: int, end: int
+) -> list[Window]:
+    """Read from `start` to `end` on one stream and count what was read, window by window; confirms all but the last of them."""
+    with Committer(run, before) as committer:
 
-    def commit() -> None:
-        review(run, before, Told.of(read), Snapshot.parse(ended))
-        count(run.ledger, [window])
+        def between() -> None:
+            if committer.reached > stream.confirmed:
+                failpoints.hit("drain.before_confirm")
+                stream.confirm(committer.reached)
 
-    with ThreadPoolExecutor(1, "pgwal-commit") as pool:
-        committed = pool.submit(contextvars.copy_context().run, commit)
+        try:
+            last = read_window(
+                stream,
+                run.ledger.lake,
+                Places.of(run.ledger.tables()),
+                describe_on(run.conn),
+                start_lsn=start,
+                end_lsn=end,
+                memory_budget=run.settings.memory_budget,
+                progress=run.progress,
+                portions=Portions(run.settings.window_size, run.settings.window_time, committer.take, between),
+            )
+        except StreamBroke as broke:
+            committer.wait()
+            _keep(run, broke, ended)
+            raise
+        failpoints.hit("drain.after_files")
+        committed = committer.submit(last, Snapshot.parse(ended))
         while not wait([committed], _ANSWER_EVERY).done:
             stream.keep_alive()
         committed.result()
-    return replace(window, seconds=read.seconds | {"write": read.seconds["write"] + time.perf_counter() - started})
+        return committer.windows
 
 
-def _keep(run: Pass, broke: StreamBroke, start: int, ended: str) -> None:
+def _keep(run: Pass, broke: StreamBroke, ended: str) -> None:
     """Have what came whole before the stream broke counted by the next attempt, or the next drain: as a plan that has been read already."""
     if broke.kept is not None:
         failpoints.hit("drain.before_keeping")
-        run.ledger.record_plan(Plan(start, (broke.kept_end,), ended))
-        keep_what_came(run.ledger, run.settings.slot, start, broke)
+        run.ledger.record_plan(Plan(broke.kept.start_lsn, (broke.kept.end_lsn,), ended))
+        keep_what_came(run.ledger, run.settings.slot, broke)
 
 
 def _await_confirmation(conn: psycopg.Connection[Any], name: str, lsn: int) -> None:

@@ -10,6 +10,7 @@ import psycopg
 from pgwal_pipeline.decode.types import arrow_type, change_schema
 from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake.delta import open_table
+from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, TableState
 from pgwal_pipeline.lake.places import free_place
@@ -44,9 +45,11 @@ def record_tables(ledger: Ledger, conn: Connection, found: Mapping[TableName, Lo
     fresh = [look for table, look in found.items() if _joins(known.get(table), look)]
     places = _places_for(ledger.lake, known, fresh)
     taken = {*places.values(), *(state.place for state in known.values())}
+    raw_from = catalog.insert_lsn(conn) if fresh else 0
     with ThreadPoolExecutor(8, "pgwal-bootstrap") as pool:
         changed += pool.map(
-            lambda look: _joined(ledger.lake, look, known.get(look.relation.table), places[look.relation.table], joined_xid), fresh
+            lambda look: _joined(ledger.lake, look, known.get(look.relation.table), places[look.relation.table], joined_xid, raw_from),
+            fresh,
         )
     for table, look in found.items():
         state = known.get(table)
@@ -154,11 +157,15 @@ def _joins(known: TableState | None, look: Look) -> bool:
     if known is None or known.oid != look.relation.oid or not known.followed:
         return True
     # What could not be followed may be possible now that it is another table.
-    return known.state == "error" and known.storage is not None and Storage.from_json(known.storage).columns != look.storage.columns
+    unread = known.state == "error" and not known.is_read and known.storage is not None
+    return unread and Storage.from_json(known.storage or "").columns != look.storage.columns
 
 
-def _joined(lake: Lake, look: Look, before: TableState | None, place: TableName, joined_xid: int) -> TableState:
-    """A table that joins, with its raw table made so that readers find it before its first change; `before` had its name."""
+def _joined(lake: Lake, look: Look, before: TableState | None, place: TableName, joined_xid: int, raw_from: int) -> TableState:
+    """A table that joins, with its raw table made so that readers find it before its first change; `before` had its name.
+
+    Of one that was left out of raw before, raw has the changes from `raw_from` on.
+    """
     relation = look.relation
     earlier = (*before.earlier, before.oid) if before is not None and before.oid and before.place == place else ()
     state = TableState(
@@ -171,18 +178,20 @@ def _joined(lake: Lake, look: Look, before: TableState | None, place: TableName,
         storage=look.storage.to_json(),
         kept_as=place,
         earlier=tuple(dict.fromkeys(oid for oid in earlier if oid != relation.oid))[-_EARLIER:],
+        raw_from=0 if before is None else raw_from if before.left_out else before.raw_from,
     )
     try:
-        check_columns(relation)
-        ensure_raw_table(lake, place, change_schema(relation))
+        with table_work(lake, relation.table, "describe", oid=relation.oid):
+            check_columns(relation)
+            ensure_raw_table(lake, place, change_schema(relation))
     except TableError as error:
-        return replace(state, state="error", reason=str(error))
+        return state.with_gap("describe", str(error), 0)
     return state
 
 
 def _seen(state: TableState, look: Look, unborn_xid: int) -> TableState:
     """What a look at a known table's definition makes of its state. New files are not judged: the stream may still tell of a TRUNCATE."""
-    if state.storage is None or state.relation is None or state.state == "error":
+    if state.storage is None or state.relation is None or (state.state == "error" and not state.is_read):
         return replace(state, relation=look.relation, key=look.relation.key, storage=look.storage.to_json())
     before = Storage.from_json(state.storage)
     if republished(before, look.storage):

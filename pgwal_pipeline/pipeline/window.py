@@ -1,27 +1,29 @@
-"""One window: the WAL from one LSN to another, read once on one slot and written to Parquet files that nothing names yet.
+"""Windows: the WAL from one LSN to another, read once on one slot and written to Parquet files that nothing names yet.
 
 The reader stays on the thread that owns the connection, so that the server always gets its answers; decoding and writing go on beside
-it, and a bounded queue between the two keeps memory within the budget whatever the size of a transaction.
+it, and a bounded queue between the two keeps memory within the budget whatever the size of a transaction. A long stretch of WAL becomes
+several windows on one stream: each is handed over as soon as it is whole, while the next one is read.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-import pyarrow.compute as pc
 from deltalake import Schema
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.decode.batch import Decoded, Decoder, TableChanges
+from pgwal_pipeline.decode.batch import Checkpoint, Decoded, Decoder
 from pgwal_pipeline.decode.pgoutput import RelationMessage
-from pgwal_pipeline.errors import SourceUnavailable, TableError
+from pgwal_pipeline.errors import DecodeError, SourceUnavailable, TableError, TableWorkFailed
+from pgwal_pipeline.lake import undecodable
+from pgwal_pipeline.lake.faults import is_tables_own, table_error
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.places import Places
-from pgwal_pipeline.lake.raw import TableWrite, WindowWriter
+from pgwal_pipeline.lake.raw import WindowWriter
 from pgwal_pipeline.lsn import window_key
+from pgwal_pipeline.pipeline.tally import Refusal, Tally, WindowRead
 from pgwal_pipeline.postgres.standbys import HeldBack
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.progress import Progress
@@ -29,88 +31,29 @@ from pgwal_pipeline.relation import Relation
 
 _IDLE = 0.25  # seconds the reader waits for the server before it looks round
 
+Describe = Callable[[RelationMessage], Relation | None]
+
 
 class StreamBroke(SourceUnavailable):
-    """The connection broke in the middle of a window. `kept` is what had come whole by then, a window that ends at `kept_end`.
+    """The connection broke in the middle of a window. `kept` is what had come whole by then, a window too; None if nothing had."""
 
-    `kept` is None where no transaction had come whole.
-    """
-
-    def __init__(self, error: SourceUnavailable, kept: "WindowRead | None", kept_end: int) -> None:
+    def __init__(self, error: SourceUnavailable, kept: WindowRead | None) -> None:
         super().__init__(str(error))
         self.kept = kept
-        self.kept_end = kept_end
 
 
 @dataclass(frozen=True)
-class WindowRead:
-    """What was read of a window: its files, not yet part of any Delta table, and what they hold.
+class Portions:
+    """How a long stretch of WAL is cut into windows: after about `size` bytes of WAL, or `seconds` of reading, at a transaction's end.
 
-    `refused` says which tables could not be written, by their places, and why: none of their changes is in `writes`. `relations` are all
-    definitions of the tables that the stream showed, in the order in which each came last, `truncated` the transactions (32 bits) that
-    truncated a table, by its oid. `refilled` are the oids of tables that one transaction truncated and wrote rows to, `partitions` those of
-    the partitions whose rows came as a table's, by its oid, `lacking` those of tables with an insert that left values out. `min_xid` and
-    `max_xid` bound the 32-bit transaction ids of the changes, None where there are none; `seconds` has `drain`, `decode` and `write`.
+    `take` gets each window but the last, in their order, on a thread of its own; it may wait, and what it raises ends the reading.
+    `between` is called on the reader's thread now and then.
     """
 
-    writes: tuple[TableWrite, ...]
-    refused: tuple[TableError, ...]
-    relations: tuple[Relation, ...]
-    truncated: Mapping[int, Collection[int]]
-    refilled: Collection[int]
-    partitions: Mapping[int, Collection[int]]
-    lacking: Collection[int]
-    transactions: int
-    changes: int
-    bytes: int
-    min_xid: int | None
-    max_xid: int | None
-    seconds: dict[str, float]
-
-
-@dataclass
-class _Tally:
-    transactions: int = 0
-    changes: int = 0
-    bytes: int = 0
-    xids: list[int] = field(default_factory=list)
-    relations: dict[Relation, None] = field(default_factory=dict)
-    truncated: dict[int, set[int]] = field(default_factory=dict)
-    refilled: set[int] = field(default_factory=set)
-    partitions: dict[int, set[int]] = field(default_factory=dict)
-    lacking: set[int] = field(default_factory=set)
-    seconds: dict[str, float] = field(default_factory=lambda: {"decode": 0.0, "write": 0.0})
-
-    def add(self, decoded: Decoded, size: int) -> None:
-        self.bytes += size
-        self.transactions += decoded.transactions
-        self.changes += decoded.changes_count
-        self.xids += [xid for xid in (decoded.min_xid, decoded.max_xid) if xid is not None]
-        for relation in decoded.relations:
-            self.relations.pop(relation, None)
-            self.relations[relation] = None
-        for table, partition in decoded.partitions:
-            self.partitions.setdefault(table, set()).add(partition)
-        for changes in decoded.changes:
-            self._note(changes)
-
-    def _note(self, changes: TableChanges) -> None:
-        oid, op = changes.relation.oid, pc.field("_pgwal_op")
-        rows = changes.rows.select(["_pgwal_op", "_pgwal_xid", "_pgwal_unchanged"])
-        if changes.truncates:
-            self.truncated.setdefault(oid, set()).update(rows.filter(op == "T")["_pgwal_xid"].to_pylist())
-        if oid in self.truncated and oid not in self.refilled:
-            written = rows.filter(op.isin(["I", "U"]))["_pgwal_xid"].unique().to_pylist()
-            self.refilled |= set() if self.truncated[oid].isdisjoint(written) else {oid}
-        if changes.unchanged and changes.inserts and oid not in self.lacking:
-            lacking = rows.filter((op == "I") & pc.field("_pgwal_unchanged").is_valid())
-            self.lacking |= {oid} if lacking.num_rows else set()
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[stage] += time.perf_counter() - started
+    size: int
+    seconds: float
+    take: Callable[[WindowRead], None]
+    between: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -126,33 +69,55 @@ class _Cut:
     """Stands behind the last feed of a stream that broke."""
 
 
-class _Consumer(threading.Thread):
-    """Decodes and writes what the reader hands over, until the window's end has been passed or something fails."""
+class _Open:
+    """The window that is being read."""
 
-    def __init__(self, decoder: Decoder, writer: WindowWriter, end_lsn: int, budget: int) -> None:
+    def __init__(self, start_lsn: int, end_lsn: int, writer: WindowWriter) -> None:
+        self.start_lsn = start_lsn
+        self.end_lsn = end_lsn
+        self.writer = writer
+        self.tally = Tally()
+        self.since = time.perf_counter()
+
+
+class _Consumer(threading.Thread):
+    """Decodes and writes what the reader hands over, until the last window's end has been passed or something fails."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        lake: Lake,
+        places: Places,
+        limits: tuple[int, int],
+        budget: int,
+        expected: Mapping[str, Schema],
+        portions: Portions | None,
+    ) -> None:
         super().__init__(name="pgwal-consumer", daemon=True)
-        self.tally = _Tally()
-        self.writes: tuple[TableWrite, ...] = ()
-        self.refused: dict[str, TableError] = {}
+        self.last: WindowRead | None = None
         self.error: BaseException | None = None
         self.ended = threading.Event()
         self._decoder = decoder
-        self._writer = writer
-        self._end_lsn = end_lsn
+        self._lake = lake
+        self._places = places
+        self._end_lsn = limits[1]
+        self._budget = budget
+        self._expected = dict(expected)
+        self._portions = portions
+        self._left_out: set[int] = set()
         self._position = 0
         self._in_transaction = False
-        self.last_commit_end = 0
-        self.passed_end = False
-        self.finished = False
+        self._last_commit_end = 0
+        self._open = self._window(limits[0])
+        decoder.next_window(self._open.end_lsn)
         self._feeds: queue.SimpleQueue[_Feed | _Cut | None] = queue.SimpleQueue()
-        self._budget = budget
         self._held = 0
         self._room = threading.Condition()
 
     def has_room(self, timeout: float) -> bool:
         """Whether another feed may be handed over; waits up to `timeout` seconds for it."""
         with self._room:
-            return self._room.wait_for(lambda: self._held < self._budget or self.ended.is_set(), timeout)
+            return self._room.wait_for(lambda: self._held < self._budget // 4 or self.ended.is_set(), timeout)
 
     def hand_over(self, feed: _Feed) -> None:
         with self._room:
@@ -167,19 +132,26 @@ class _Consumer(threading.Thread):
         """End the window behind the last transaction that came whole, when all that was handed over has been consumed."""
         self._feeds.put(_Cut())
 
+    @property
+    def passed_end(self) -> bool:
+        """Whether the last window has been seen whole."""
+        return self.last is not None and self.last.end_lsn == self._end_lsn
+
+    def abandon(self) -> None:
+        """Take the files of the window that is being read away."""
+        self._open.writer.abandon()
+
     def run(self) -> None:
         try:
             while (feed := self._feeds.get()) is not None:
                 if isinstance(feed, _Cut):
-                    self._finish(self.last_commit_end)
+                    self._cut()
                     break
                 passed = self._consume(feed)
                 with self._room:
                     self._held -= feed.size
                     self._room.notify_all()
                 if passed:
-                    self.passed_end = True
-                    self._finish()
                     break
         except BaseException as error:  # noqa: BLE001 - carried to the reader's thread, which raises it
             self.error = error
@@ -188,48 +160,132 @@ class _Consumer(threading.Thread):
             with self._room:
                 self._room.notify_all()
 
-    def _finish(self, cut: int | None = None) -> None:
-        with self.tally.timed("write"):
-            while True:
-                try:
-                    if cut is not None:
-                        self.tally.changes -= self._writer.cut(cut)
-                    self.writes = self._writer.finish()
-                    self.finished = True
-                    return
-                except TableError as error:
-                    self._refuse(error)
-
-    def _refuse(self, error: TableError) -> None:
-        """Leave a table out of the window; the others go on."""
-        self.refused.setdefault(error.table, error)
-
     def _consume(self, feed: _Feed) -> bool:
-        """Take one feed; true once every transaction of the window has been seen whole."""
+        """Take one feed, which may pass the ends of several windows; true once the last of them has been seen whole."""
         self._position = max(self._position, feed.server_position)
-        if feed.messages:
-            with self.tally.timed("decode"):
-                decoded = self._decoder.feed(feed.messages)
-            self.tally.add(decoded, feed.size)
-            with self.tally.timed("write"):
-                for changes in decoded.changes:
-                    try:
-                        self._writer.add(changes)
-                    except TableError as error:
-                        self._refuse(error)
-            if decoded.passed_end:
+        self._open.tally.bytes += feed.size
+        messages = feed.messages
+        while True:
+            checkpoint = self._decoder.checkpoint()
+            passed = self._take_in(messages) if messages else False
+            if not passed and (self._in_transaction or self._position < self._open.end_lsn):
+                return False
+            if not passed:
+                messages = ()
+                self._reach_further()
+            if self._open.end_lsn >= self._end_lsn:
+                self.last = self._finished()
                 return True
-            self._in_transaction = decoded.in_transaction
-            self.last_commit_end = max(self.last_commit_end, decoded.last_commit_end_lsn or 0)
-            self._position = max(self._position, self.last_commit_end)
-        return not self._in_transaction and self._position >= self._end_lsn
+            assert self._portions is not None
+            self._portions.take(self._finished())
+            self._begin_next(checkpoint if passed else None)
+
+    def _take_in(self, messages: Sequence[memoryview]) -> bool:
+        """Decode messages and hand their rows to the writer; true if they pass the window's end."""
+        self._mind_the_time()
+        with self._open.tally.timed("decode"):
+            decoded = self._decoded(messages)
+        self._open.tally.add(decoded)
+        with self._open.tally.timed("write"):
+            for changes in decoded.changes:
+                self._open.writer.add(changes)
+            self._leave_out(error.oid for error in self._open.writer.refused.values())
+        self._in_transaction = decoded.in_transaction
+        self._last_commit_end = max(self._last_commit_end, decoded.last_commit_end_lsn or 0)
+        self._position = max(self._position, self._last_commit_end)
+        return decoded.passed_end
+
+    def _mind_the_time(self) -> None:
+        """End the window with the transaction that is open, or was last, once it has been read for long enough."""
+        due = self._portions is not None and time.perf_counter() - self._open.since >= self._portions.seconds
+        if due and self._decoder.last_commit_lsn >= self._open.start_lsn and self._open.end_lsn < self._end_lsn:
+            self._open.end_lsn = self._decoder.end_after_this_transaction()
+
+    def _reach_further(self) -> None:
+        """Stretch a window without a change to where the server has come: much WAL that is not ours makes no row of empty windows."""
+        if not self._open.tally.transactions:
+            self._open.end_lsn = min(max(self._open.end_lsn, self._position), self._end_lsn)
+            self._decoder.next_window(self._open.end_lsn)
+
+    def _begin_next(self, checkpoint: Checkpoint | None) -> None:
+        self._open = self._window(self._open.end_lsn)
+        self._decoder.next_window(self._open.end_lsn, checkpoint)
+
+    def _window(self, start_lsn: int) -> _Open:
+        """A window from `start_lsn` on; a rest that is not worth a window of its own belongs to it."""
+        end = self._end_lsn
+        if self._portions is not None and end - start_lsn > 1.5 * self._portions.size:
+            end = start_lsn + self._portions.size
+        return _Open(start_lsn, end, WindowWriter(self._lake, self._budget // 2, window_key(end), self._expected, self._places))
+
+    def _decoded(self, messages: Sequence[memoryview]) -> Decoded:
+        """Decode messages, without the tables whose own fault it is that this fails."""
+        while True:
+            try:
+                return self._decoder.feed(messages)
+            except DecodeError as error:
+                self._set_aside(error)
+            except TableWorkFailed as failed:
+                assert failed.__cause__ is not None
+                if failed.oid in self._left_out or not is_tables_own(failed.__cause__, self._lake):
+                    raise failed.__cause__ from None
+                self._refuse(failed.oid, table_error(failed.__cause__, failed.table, failed.stage, failed.oid))
+
+    def _set_aside(self, error: DecodeError) -> None:
+        """Keep a message that cannot be decoded, and leave its table out; raises where it belongs to no table."""
+        path = undecodable.keep(self._lake, error.lsn, error.payload)
+        if not error.oid or error.oid in self._left_out:
+            raise DecodeError(
+                f"{error} Nothing past it is confirmed. The whole message is in {path}: report it, and keep the slot.",
+                lsn=error.lsn,
+                payload=error.payload,
+            ) from error
+        self._refuse(error.oid, TableError(str(error.oid), f"{error} The whole message is in {path}: report it.", error.oid, "decode"))
+
+    def _refuse(self, oid: int, error: TableError) -> None:
+        """Leave a table out of this window and those after it."""
+        relation = self._decoder.relation(oid)
+        known = self._places.by_oid.get(oid)
+        self._leave_out([oid])
+        if known is not None or relation is not None:
+            place = known[0] if known is not None else self._places.find(relation)[0] if relation is not None else None
+            assert place is not None
+            self._open.writer.refuse(place, error)
+
+    def _leave_out(self, oids: Iterable[int]) -> None:
+        for oid in oids:
+            if oid not in self._left_out:
+                self._left_out.add(oid)
+                self._decoder.leave_out(oid)
+
+    def _cut(self) -> None:
+        """End the window that is open behind the last transaction that came whole, if one did."""
+        end = self._last_commit_end
+        if end > self._open.start_lsn:
+            with self._open.tally.timed("write"):
+                self._open.writer.cut(end)
+            self._open.end_lsn = min(end, self._open.end_lsn)
+            self.last = self._finished()
+
+    def _finished(self) -> WindowRead:
+        """What was read of the window that is open; its files are on disk then."""
+        window = self._open
+        with window.tally.timed("write"):
+            writes = window.writer.finish()
+        self._expected |= {write.path: Schema.from_json(write.schema_json) for write in writes}
+        refused = {
+            str(place): Refusal(error.oid, error.stage or "write", str(error), window.start_lsn)
+            for place, error in window.writer.refused.items()
+        }
+        seconds = time.perf_counter() - window.since
+        return window.tally.read(window.start_lsn, window.end_lsn, writes, refused, seconds)
 
 
 def read_window(
     stream: ReplicationStream,
     lake: Lake,
     places: Places,
-    describe: Callable[[RelationMessage], Relation],
+    describe: Describe,
     *,
     start_lsn: int,
     end_lsn: int,
@@ -237,29 +293,35 @@ def read_window(
     progress: Progress,
     stage: str = "drain",
     expected: Mapping[str, Schema] | None = None,
+    portions: Portions | None = None,
 ) -> WindowRead:
-    """Read every transaction with `start_lsn <= commit LSN < end_lsn` from `stream` into Parquet files in the lake.
+    """Read every transaction with `start_lsn <= commit LSN < end_lsn` from `stream` into Parquet files in the lake; the last window of it.
 
-    Ends when the server has read past `end_lsn`; its silence never counts as that, for a walsender is silent while it decodes a large
-    transaction that is not ours. At most `memory_budget` bytes of changes are held, undecoded and unwritten together. Nothing is committed
-    and nothing confirmed here. `stage` is what `progress` calls it, `places` and `expected` as `WindowWriter` has them. Raises StreamBroke,
-    which has what came whole, where the connection breaks, and what decoding or writing raise.
+    Without `portions` that is the only one. Ends when the server has read past `end_lsn`; its silence never counts as that, for a walsender
+    is silent while it decodes a large transaction that is not ours. At most `memory_budget` bytes of changes are held, undecoded and
+    unwritten together. Nothing is committed and nothing confirmed here. A table that by its own fault cannot be decoded or written is left
+    out from there on, and named in the window's `refused`. `stage` is what `progress` calls it, `places` and `expected` are as
+    `WindowWriter` has them.
+
+    Raises StreamBroke, which has what came whole, where the connection breaks, and what decoding, writing or `portions` raise.
     """
-    started = time.perf_counter()
     feed_bytes = max(64 << 10, min(4 << 20, memory_budget // 16))
-    writer = WindowWriter(lake, memory_budget // 2, window_key(end_lsn), expected, places)
-    consumer = _Consumer(Decoder(describe, start_lsn, end_lsn), writer, end_lsn, memory_budget // 4)
+
+    def wanted(message: RelationMessage) -> Relation | None:
+        return None if message.oid in places.left_out else describe(message)
+
+    decoder = Decoder(wanted, start_lsn, start_lsn)
+    consumer = _Consumer(decoder, lake, places, (start_lsn, end_lsn), memory_budget, expected or {}, portions)
     consumer.start()
     broken: SourceUnavailable | None = None
+
+    def between(position: int) -> None:
+        progress.stage(stage, *_share(start_lsn, position, end_lsn), "bytes of WAL")
+        if portions is not None:
+            portions.between()
+
     try:
-        held = HeldBack(stream.dsn, stream.slot, progress.warn)
-        _pump(
-            stream,
-            consumer,
-            feed_bytes,
-            held,
-            lambda position: progress.stage(stage, *_share(start_lsn, position, end_lsn), "bytes of WAL"),
-        )
+        _pump(stream, consumer, feed_bytes, HeldBack(stream.dsn, stream.slot, progress.warn), between)
     except SourceUnavailable as error:
         broken = error
         consumer.cut_short()
@@ -267,23 +329,23 @@ def read_window(
         if broken is None:
             consumer.stop()
         consumer.join()
-        if consumer.error is not None or not consumer.finished or (broken is not None and not start_lsn < consumer.last_commit_end):
-            writer.abandon()
+        if consumer.last is None:
+            consumer.abandon()
     if consumer.error is not None:
         raise consumer.error
-    read = _what_was_read(consumer, time.perf_counter() - started)
     if broken is not None and not consumer.passed_end:
-        whole = start_lsn < consumer.last_commit_end
-        raise StreamBroke(broken, read if whole else None, consumer.last_commit_end) from broken
-    return read
+        raise StreamBroke(broken, consumer.last) from broken
+    assert consumer.last is not None
+    return consumer.last
 
 
-def _pump(stream: ReplicationStream, consumer: _Consumer, feed_bytes: int, held: HeldBack, report: Callable[[int], None]) -> None:
-    """Hand over what the stream brings until the consumer has seen the window's end; `report` is told how far the server has read."""
+def _pump(stream: ReplicationStream, consumer: _Consumer, feed_bytes: int, held: HeldBack, between: Callable[[int], None]) -> None:
+    """Hand over what the stream brings until the consumer has seen the window's end; `between` is told how far the server has read."""
     reported = -1
     while not consumer.ended.is_set():
         if not consumer.has_room(_IDLE):
             stream.keep_alive()
+            between(reported)
             continue
         messages = stream.read(feed_bytes, _IDLE)
         failpoints.hit("drain.read")
@@ -294,27 +356,8 @@ def _pump(stream: ReplicationStream, consumer: _Consumer, feed_bytes: int, held:
         else:
             stream.request_reply()
             held.stands()
-        report(reported)
+        between(reported)
 
 
 def _share(start_lsn: int, position: int, end_lsn: int) -> tuple[int, int]:
     return max(0, min(position, end_lsn) - start_lsn), end_lsn - start_lsn
-
-
-def _what_was_read(consumer: _Consumer, seconds: float) -> WindowRead:
-    tally = consumer.tally
-    return WindowRead(
-        writes=consumer.writes,
-        refused=tuple(consumer.refused.values()),
-        relations=tuple(tally.relations),
-        truncated=tally.truncated,
-        refilled=tally.refilled,
-        partitions=tally.partitions,
-        lacking=tally.lacking,
-        transactions=tally.transactions,
-        changes=tally.changes,
-        bytes=tally.bytes,
-        min_xid=min(tally.xids, default=None),
-        max_xid=max(tally.xids, default=None),
-        seconds={"drain": seconds, **tally.seconds},
-    )

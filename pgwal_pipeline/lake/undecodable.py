@@ -1,0 +1,18 @@
+"""Messages of the stream that could not be decoded, kept whole: `<lake>/_pgwal/undecodable/<LSN as 16 hex digits>`."""
+
+from pgwal_pipeline.lake.delta import lake_errors
+from pgwal_pipeline.lake.layout import Lake, filesystem
+from pgwal_pipeline.lake.parquet import make_folder
+from pgwal_pipeline.lsn import window_key
+
+_FOLDER = "_pgwal/undecodable"
+
+
+def keep(lake: Lake, lsn: int, payload: bytes) -> str:
+    """Write the whole payload of a message into the lake; the address of its file. The same message has the same file."""
+    path = f"{_FOLDER}/{window_key(lsn)}"
+    with lake_errors(lake.absolute(path)):
+        make_folder(lake, _FOLDER)
+        with filesystem(lake.uri).open_output_stream(path) as file:
+            file.write(payload)
+    return lake.absolute(path)

@@ -1,0 +1,133 @@
+"""What a window's stream told while it was read: counts, definitions, and what becomes of tables besides their rows."""
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pyarrow.compute as pc
+
+from pgwal_pipeline.decode.batch import Decoded, TableChanges
+from pgwal_pipeline.decode.route import MARKS
+from pgwal_pipeline.lake.records import TableWrite
+from pgwal_pipeline.relation import Relation
+from pgwal_pipeline.xid import TransactionMark
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a window has nothing of a table: its oid, the work that failed, the error's sentence, and the LSN where its gap begins."""
+
+    oid: int
+    stage: str
+    reason: str
+    lsn: int
+
+
+@dataclass(frozen=True)
+class WindowRead:
+    """What was read of a window: its files, not yet part of any Delta table, and what they hold.
+
+    `refused` says which tables could not be written, by their places, and why: none of their changes is in `writes`. `relations` are all
+    definitions of the tables that the stream showed, in the order in which each came last, `truncated` the transactions (32 bits) that
+    truncated a table, by its oid. `refilled` are the oids of tables that one transaction truncated and wrote rows to, `partitions` those of
+    the partitions whose rows came as a table's, by its oid, `lacking` those of tables with an insert that left values out. `min_xid` and
+    `max_xid` bound the 32-bit transaction ids of the changes, None where there are none; `marks` are the last transactions with a change;
+    `seconds` has `drain`, `decode` and `write`.
+    """
+
+    start_lsn: int
+    end_lsn: int
+    writes: tuple[TableWrite, ...]
+    refused: Mapping[str, Refusal]
+    relations: tuple[Relation, ...]
+    truncated: Mapping[int, Collection[int]]
+    refilled: Collection[int]
+    partitions: Mapping[int, Collection[int]]
+    lacking: Collection[int]
+    transactions: int
+    bytes: int
+    min_xid: int | None
+    max_xid: int | None
+    marks: tuple[TransactionMark, ...]
+    seconds: dict[str, float]
+
+    @property
+    def changes(self) -> int:
+        """Changes in `writes`; a key change counts once."""
+        return changes_in(self.writes)
+
+
+def changes_in(writes: Collection[TableWrite]) -> int:
+    """How many changes there are in the writes of a window; a key change counts once."""
+    return sum(write.rows - write.key_changes for write in writes)
+
+
+@dataclass
+class Tally:
+    """Gathers what the feeds of one window hold."""
+
+    transactions: int = 0
+    bytes: int = 0
+    xids: list[int] = field(default_factory=list)
+    marks: tuple[TransactionMark, ...] = ()
+    relations: dict[Relation, None] = field(default_factory=dict)
+    truncated: dict[int, set[int]] = field(default_factory=dict)
+    refilled: set[int] = field(default_factory=set)
+    partitions: dict[int, set[int]] = field(default_factory=dict)
+    lacking: set[int] = field(default_factory=set)
+    seconds: dict[str, float] = field(default_factory=lambda: {"decode": 0.0, "write": 0.0})
+
+    def add(self, decoded: Decoded) -> None:
+        """Take in what one feed held."""
+        self.transactions += decoded.transactions
+        self.marks = (self.marks + decoded.marks)[-MARKS:]
+        self.xids += [xid for xid in (decoded.min_xid, decoded.max_xid) if xid is not None]
+        for relation in decoded.relations:
+            self.relations.pop(relation, None)
+            self.relations[relation] = None
+        for table, partition in decoded.partitions:
+            self.partitions.setdefault(table, set()).add(partition)
+        for changes in decoded.changes:
+            self._note(changes)
+
+    def _note(self, changes: TableChanges) -> None:
+        oid, op = changes.relation.oid, pc.field("_pgwal_op")
+        rows = changes.rows.select(["_pgwal_op", "_pgwal_xid", "_pgwal_unchanged"])
+        if changes.truncates:
+            self.truncated.setdefault(oid, set()).update(rows.filter(op == "T")["_pgwal_xid"].to_pylist())
+        if oid in self.truncated and oid not in self.refilled:
+            written = rows.filter(op.isin(["I", "U"]))["_pgwal_xid"].unique().to_pylist()
+            self.refilled |= set() if self.truncated[oid].isdisjoint(written) else {oid}
+        if changes.unchanged and changes.inserts and oid not in self.lacking:
+            lacking = rows.filter((op == "I") & pc.field("_pgwal_unchanged").is_valid())
+            self.lacking |= {oid} if lacking.num_rows else set()
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Count the time of the block to `stage`."""
+        started = time.perf_counter()
+        yield
+        self.seconds[stage] += time.perf_counter() - started
+
+    def read(
+        self, start_lsn: int, end_lsn: int, writes: tuple[TableWrite, ...], refused: Mapping[str, Refusal], seconds: float
+    ) -> WindowRead:
+        """The window from `start_lsn` to `end_lsn` with what was gathered; `seconds` is how long it was read."""
+        return WindowRead(
+            start_lsn=start_lsn,
+            end_lsn=end_lsn,
+            writes=writes,
+            refused=refused,
+            relations=tuple(self.relations),
+            truncated=self.truncated,
+            refilled=self.refilled,
+            partitions=self.partitions,
+            lacking=self.lacking,
+            transactions=self.transactions,
+            bytes=self.bytes,
+            min_xid=min(self.xids, default=None),
+            max_xid=max(self.xids, default=None),
+            marks=self.marks,
+            seconds={"drain": seconds, **self.seconds},
+        )
