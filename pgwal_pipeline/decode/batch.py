@@ -29,8 +29,9 @@ class Decoded:
     window's transactions with a change came. `changes_count`: changes of rows and tables emptied; a changed key counts once.
     `last_commit_end_lsn`: where the last commit record seen ends, of a skipped transaction too; None without any. `in_transaction`: a
     transaction is still open. `passed_end`: one with a commit LSN past the window came, so that the window has been seen whole.
-    `relations`: definitions that are new or changed, in order. `partitions`: tables and their partitions (oids) of which rows came as the
-    table's. `min_xid`, `max_xid`: of the transactions with a row in `changes`. `marks`: the last of those that `transactions` counts.
+    `relations`: definitions that the window's transactions showed new or changed, in order. `partitions`: tables and their partitions
+    (oids) of which rows came as the table's. `min_xid`, `max_xid`: of the transactions with a row in `changes`. `marks`: the last of those
+    that `transactions` counts.
     """
 
     changes: tuple[TableChanges, ...] = ()
@@ -189,7 +190,8 @@ class Decoder:
                 failed = routed.frames.table_error if of_table else routed.frames.message_error
                 raise failed(index, str(error)) from None
         try:
-            return self._known.learn(described)
+            # One that came with a transaction before the window was told of there.
+            return tuple(relation for index, relation in self._known.learn(described).items() if routed.is_wanted(index))
         except UnreadableError as error:
             raise routed.frames.table_error(error.index, error.reason) from None
 

@@ -69,16 +69,16 @@ class KnownRelations:
         layout = self._latest.get(oid)
         return None if layout is None else layout.relation
 
-    def learn(self, messages: dict[int, RelationMessage]) -> tuple[Relation, ...]:
-        """Take in the Relation messages of a run, by their index in it; give the definitions that are new or changed, in order.
+    def learn(self, messages: dict[int, RelationMessage]) -> dict[int, Relation]:
+        """Take in the Relation messages of a run, by their index in it; give the definitions that are new or changed, likewise.
 
         Versions that only earlier runs could need are forgotten. Raises UnreadableError for a message that its definition disagrees with,
         TableWorkFailed where a table's definition cannot be had or used.
         """
         if not messages and self._settled:
-            return ()
+            return {}
         versions = {oid << _INDEX_BITS: layout for oid, layout in self._latest.items()}
-        changed = []
+        changed = {}
         for index, message in messages.items():
             relation = self._described(message)
             if relation is not None and len(relation.columns) != len(message.columns):
@@ -89,13 +89,13 @@ class KnownRelations:
             layout = None if relation is None else self._layout_of(relation)
             self._latest[message.oid] = versions[message.oid << _INDEX_BITS | index] = layout
             if relation is not None:
-                changed.append(relation)
+                changed[index] = relation
         ordered = sorted(versions)
         self._layouts = [versions[since] for since in ordered]
         self._since = np.array(ordered, np.int64)
         self._settled = not messages
         self._widths = np.array([-1 if layout is None else len(layout.targets) for layout in self._layouts], np.int64)
-        return tuple(changed)
+        return changed
 
     def _described(self, message: RelationMessage) -> Relation | None:
         if message.oid in self._left_out:

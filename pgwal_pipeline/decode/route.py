@@ -95,6 +95,10 @@ class Route:
         """The tables of messages that describe one or change a row of it."""
         return (self.heads[messages] >> 24 & 0xFFFFFFFF).tolist()
 
+    def is_wanted(self, message: int) -> bool:
+        """Whether a message belongs to a transaction that the window wants."""
+        return bool(self.transactions.wanted[self.transaction[message]])
+
     def tables(self) -> list[int]:
         """The oids of the tables with a wanted change here."""
         emptied = {oid for message in self.truncates.values() for oid in message.relations}

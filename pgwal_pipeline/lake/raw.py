@@ -6,10 +6,10 @@ names them (`prepared`), and `commit_window` then makes them part of their Delta
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import PurePosixPath
 from types import TracebackType
 from typing import Protocol, Self
@@ -179,8 +179,7 @@ class WindowWriter:
         """Take rows in; those of a table that was refused are dropped."""
         place, table = self._places.find(changes.relation)
         if place not in self.refused:
-            with self._own_fault(place, table, changes.relation.oid):
-                self._take(changes, place, table)
+            self._for_one(place, table, changes.relation.oid, lambda: self._take(changes, place, table))
         self._make_room()
 
     @property
@@ -193,12 +192,11 @@ class WindowWriter:
         self.refused.setdefault(place, error)
         self._drop(place)
 
-    @contextmanager
-    def _own_fault(self, place: TableName, table: TableName, oid: int) -> Iterator[None]:
+    def _for_one(self, place: TableName, table: TableName, oid: int, work: Callable[[], object]) -> None:
         """Do work for one table; refuse it where that fails by its own fault."""
         try:
             with table_work(self._lake, table, "write", oid=oid):
-                yield
+                work()
         except TableError as error:
             self.refuse(place, error)
 
@@ -227,24 +225,27 @@ class WindowWriter:
 
     def finish(self) -> tuple[TableWrite, ...]:
         """Write out what waits; the files are on disk then, and the caller's. Returns what each table got, in the names' order."""
-        for place, buffer in list(self._buffers.items()):
-            with self._own_fault(place, buffer.table, buffer.oid):
-                self._flush(buffer)
-        writes = []
-        for place, buffer in sorted(self._buffers.items()):
-            with self._own_fault(place, buffer.table, buffer.oid):
-                files = tuple(file.result() for file in buffer.files)
-                writes.append(replace(buffer.write, schema_json=_fit(buffer)[0].to_json(), files=files))
+        writes: list[TableWrite] = []
+
+        def whole(buffer: _Buffer) -> None:
+            files = tuple(file.result() for file in buffer.files)
+            writes.append(replace(buffer.write, schema_json=_fit(buffer)[0].to_json(), files=files))
+
+        self._for_each(self._flush)
+        self._for_each(whole)
         self._pool.shutdown()
         self._buffers.clear()
         return tuple(writes)
 
     def cut(self, lsn: int) -> None:
         """Give up the rows of transactions with a commit LSN from `lsn` on, be they in files already."""
-        for place, buffer in list(self._buffers.items()):
-            with self._own_fault(place, buffer.table, buffer.oid):
-                self._flush(buffer)
-                self._cut_files(buffer, lsn)
+        self._for_each(self._flush)
+        self._for_each(lambda buffer: self._cut_files(buffer, lsn))
+
+    def _for_each(self, work: Callable[[_Buffer], None]) -> None:
+        """Do the same for each table, in the places' order."""
+        for place, buffer in sorted(self._buffers.items()):
+            self._for_one(place, buffer.table, buffer.oid, partial(work, buffer))
 
     def _cut_files(self, buffer: _Buffer, lsn: int) -> None:
         cuts = [_cut_file(self._lake, buffer.folder, future.result(), lsn) for future in buffer.files]
@@ -289,8 +290,7 @@ class WindowWriter:
         """Write the largest tables out: from half of the budget on beside what goes on, and waiting for it once the budget is used up."""
         while self._waiting > self._budget // 2:
             place, buffer = max(self._buffers.items(), key=lambda item: item[1].bytes)
-            with self._own_fault(place, buffer.table, buffer.oid):
-                self._flush(buffer)
+            self._for_one(place, buffer.table, buffer.oid, partial(self._flush, buffer))
         while self.held > self._budget and self._under_way:
             done, _ = wait(self._under_way, return_when=FIRST_COMPLETED)
             for file in done:
@@ -301,8 +301,7 @@ class WindowWriter:
         place, _ = self._under_way.pop(file, (None, 0))
         buffer = None if place is None else self._buffers.get(place)
         if place is not None and buffer is not None:
-            with self._own_fault(place, buffer.table, buffer.oid):
-                file.result()
+            self._for_one(place, buffer.table, buffer.oid, file.result)
 
     def _flush(self, buffer: _Buffer) -> None:
         """Have one file written with the rows of a table that wait."""

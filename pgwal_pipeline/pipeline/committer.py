@@ -20,8 +20,8 @@ from pgwal_pipeline.xid import Snapshot
 class Committer:
     """Reviews and counts windows one after another on a thread of its own; a context manager that waits for the last of them.
 
-    `before` are the looks at the tables from before the first window. `windows` are those that count, `reached` is the LSN where the last
-    of them ends, 0 before the first: the slot may be confirmed to there.
+    `before` are the looks at the tables from before any of them was read. `windows` are those that count, `reached` is the LSN where the
+    last of them ends, 0 before the first: the slot may be confirmed to there.
     """
 
     def __init__(self, run: Pass, before: Mapping[TableName, Look]) -> None:
@@ -61,7 +61,7 @@ class Committer:
         started = time.perf_counter()
         run = self._run
         window = window_of(run.settings.slot, read)
-        self._before = review(run, self._before, Told.of(read), ended)
+        review(run, self._before, Told.of(read), ended)
         (counted,) = count(run.ledger, [window], run.warn)
         spent = time.perf_counter() - started
         self.windows.append(replace(counted, seconds=read.seconds | {"write": read.seconds["write"] + spent}))

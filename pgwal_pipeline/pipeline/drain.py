@@ -24,6 +24,7 @@ from pgwal_pipeline.pipeline.changes import Look
 from pgwal_pipeline.pipeline.committer import Committer
 from pgwal_pipeline.pipeline.counting import Pass, describe_on, keep_what_came, open_stream, recover
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
+from pgwal_pipeline.pipeline.tally import WindowRead
 from pgwal_pipeline.pipeline.window import Portions, StreamBroke, read_window
 from pgwal_pipeline.postgres import catalog, slot, slot_state
 from pgwal_pipeline.postgres.dsn import connect
@@ -79,12 +80,15 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
 
 def _kept(error: SourceUnavailable) -> str:
     """What came whole before the connection broke, and is not read again."""
-    if not isinstance(error, StreamBroke) or error.kept is None:
-        return "Nothing of the window that was being read had come whole; windows before it are safe."
-    kept = error.kept
+    came: list[Window | WindowRead] = []
+    if isinstance(error, StreamBroke):
+        came = [*error.counted, *([] if error.kept is None else [error.kept])]
+    if not came:
+        return "No transaction had come whole."
+    rows = sum(write.rows for window in came for write in (window.tables if isinstance(window, Window) else window.writes))
     return (
-        f"What came whole is kept: {sum(write.rows for write in kept.writes):,} rows of {kept.transactions:,} transactions, up to "
-        f"{format_lsn(kept.end_lsn)}, read in {kept.seconds['drain']:.1f} s."
+        f"What came whole is kept: {rows:,} rows of {sum(window.transactions for window in came):,} transactions, up to "
+        f"{format_lsn(came[-1].end_lsn)}, read in {sum(window.seconds['drain'] for window in came):.1f} s."
     )
 
 
@@ -268,6 +272,7 @@ def _drain_windows(
             )
         except StreamBroke as broke:
             committer.wait()
+            broke.counted = committer.windows
             _keep(run, broke, ended)
             raise
         failpoints.hit("drain.after_files")

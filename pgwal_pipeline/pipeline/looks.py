@@ -232,7 +232,8 @@ def _reviewed(
     reason, storage = rewritten(state.oid, stored, look.storage, streamed)
     if reason is not None and rewrites:
         return read_again(state, look, reason)
-    shown = (last or earlier.relation).column_names
+    # Behind a window that ends where the stream goes on rows may still come as they were before the looks.
+    shown = stored.shown if last is None and streamed.ended is None else (last or earlier.relation).column_names
     return replace(state, storage=replace(stored, files=storage.files, shown=shown).to_json())
 
 

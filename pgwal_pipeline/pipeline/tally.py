@@ -86,6 +86,9 @@ class Tally:
         for relation in decoded.relations:
             self.relations.pop(relation, None)
             self.relations[relation] = None
+        # The server describes a table once in a session, maybe in a window before this one.
+        described = {changes.relation: None for changes in decoded.changes if changes.relation not in self.relations}
+        self.relations = described | self.relations
         for table, partition in decoded.partitions:
             self.partitions.setdefault(table, set()).add(partition)
         for changes in decoded.changes:

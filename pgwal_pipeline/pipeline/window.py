@@ -22,6 +22,7 @@ from pgwal_pipeline.lake.faults import is_tables_own, table_error
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lake.raw import WindowWriter
+from pgwal_pipeline.lake.records import Window
 from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.pipeline.tally import Refusal, Tally, WindowRead
 from pgwal_pipeline.postgres.standbys import HeldBack
@@ -35,11 +36,15 @@ Describe = Callable[[RelationMessage], Relation | None]
 
 
 class StreamBroke(SourceUnavailable):
-    """The connection broke in the middle of a window. `kept` is what had come whole by then, a window too; None if nothing had."""
+    """The connection broke in the middle of a window. `kept` is what had come whole by then, a window too; None if nothing had.
+
+    `counted` are the windows before it that the same stream brought, which count.
+    """
 
     def __init__(self, error: SourceUnavailable, kept: WindowRead | None) -> None:
         super().__init__(str(error))
         self.kept = kept
+        self.counted: Sequence[Window] = ()
 
 
 @dataclass(frozen=True)
@@ -198,7 +203,7 @@ class _Consumer(threading.Thread):
     def _mind_the_time(self) -> None:
         """End the window with the transaction that is open, or was last, once it has been read for long enough."""
         due = self._portions is not None and time.perf_counter() - self._open.since >= self._portions.seconds
-        if due and self._decoder.last_commit_lsn >= self._open.start_lsn and self._open.end_lsn < self._end_lsn:
+        if due and self._decoder.last_commit_lsn >= self._open.start_lsn:
             self._open.end_lsn = self._decoder.end_after_this_transaction()
 
     def _reach_further(self) -> None:
@@ -272,6 +277,7 @@ class _Consumer(threading.Thread):
         window = self._open
         with window.tally.timed("write"):
             writes = window.writer.finish()
+        self._leave_out(error.oid for error in window.writer.refused.values())
         self._expected |= {write.path: Schema.from_json(write.schema_json) for write in writes}
         refused = {
             str(place): Refusal(error.oid, error.stage or "write", str(error), window.start_lsn)

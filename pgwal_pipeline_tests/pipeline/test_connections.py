@@ -18,6 +18,7 @@ from pgwal_pipeline.lake import raw as raw_tables
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.lsn import format_lsn, parse_lsn
+from pgwal_pipeline.pipeline import committer
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline.reports import DrainReport
 from pgwal_pipeline.progress import Silent
@@ -346,7 +347,7 @@ def test_a_slow_lake_on_a_server_of_little_patience(
         pipeline.source = source
         drained(pipeline)
         fill(source, 40)
-        add, review, count = raw_tables.WindowWriter.add, drains.review, drains.count
+        add, review, count = raw_tables.WindowWriter.add, committer.review, committer.count
         started = threading.Event()
 
         def slowly(function: Any, seconds: float, once: bool = False) -> Any:
@@ -359,8 +360,8 @@ def test_a_slow_lake_on_a_server_of_little_patience(
             return wrapper
 
         monkeypatch.setattr(raw_tables.WindowWriter, "add", slowly(add, 5.0, once=True))
-        monkeypatch.setattr(drains, "review", slowly(review, 5.0))
-        monkeypatch.setattr(drains, "count", slowly(count, 5.0))
+        monkeypatch.setattr(committer, "review", slowly(review, 5.0))
+        monkeypatch.setattr(committer, "count", slowly(count, 5.0))
         report = drained(pipeline)
         assert report.warnings == ()
         assert len(report.windows) == 1
