@@ -131,7 +131,7 @@ class _Course:
     def pause(self, error: SourceUnavailable) -> float | None:
         """Seconds before the next attempt, None where it is time to give up; a source that was never reached is not waited for."""
         now = time.monotonic()
-        if not self._failures or (isinstance(error, StreamBroke) and error.kept is not None):
+        if not self._failures or (isinstance(error, StreamBroke) and (error.kept is not None or error.counted)):
             self._since, self._failures = now, 0
         if self.ended is None or now - self._since > _PATIENCE:
             return None
@@ -234,8 +234,11 @@ def _windows(run: Pass, attached: Attached, frontier: int, end: int, ended: str)
         with open_stream(run, frontier) as stream:
             counted = _drain_windows(run, before, ended, stream, frontier, end) if end > frontier else []
             failpoints.hit("drain.before_confirm")
-            stream.confirm(max(end, frontier))
-            _await_confirmation(run.conn, run.settings.slot, max(end, frontier))
+            try:
+                stream.confirm(max(end, frontier))
+                _await_confirmation(run.conn, run.settings.slot, max(end, frontier))
+            except SourceUnavailable as error:
+                raise StreamBroke(error, None, counted) from error
             failpoints.hit("drain.after_confirm")
         spent = time.perf_counter() - started
         for window in counted[:-1]:
@@ -272,9 +275,8 @@ def _drain_windows(
             )
         except StreamBroke as broke:
             committer.wait()
-            broke.counted = committer.windows
             _keep(run, broke, ended)
-            raise
+            raise StreamBroke(broke, broke.kept, committer.windows) from broke
         failpoints.hit("drain.after_files")
         committed = committer.submit(last, Snapshot.parse(ended))
         while not wait([committed], _ANSWER_EVERY).done:

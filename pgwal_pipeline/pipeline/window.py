@@ -41,10 +41,10 @@ class StreamBroke(SourceUnavailable):
     `counted` are the windows before it that the same stream brought, which count.
     """
 
-    def __init__(self, error: SourceUnavailable, kept: WindowRead | None) -> None:
+    def __init__(self, error: SourceUnavailable, kept: WindowRead | None, counted: Sequence[Window] = ()) -> None:
         super().__init__(str(error))
         self.kept = kept
-        self.counted: Sequence[Window] = ()
+        self.counted = counted
 
 
 @dataclass(frozen=True)

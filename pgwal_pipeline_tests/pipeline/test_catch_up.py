@@ -557,9 +557,9 @@ def test_a_backlog_that_grows_faster_than_it_is_drained(
     fill(source, transactions=10)
     real = catch_up.count
 
-    def beside_writers(*args: Any) -> None:
+    def beside_writers(*args: Any) -> Any:
         fill(source, transactions=40, first=100)
-        real(*args)
+        return real(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(catch_up, "count", beside_writers)

@@ -255,7 +255,7 @@ def test_patience_is_measured_from_the_last_progress(monkeypatch: pytest.MonkeyP
     course = drains._Course(None)
     course.ended = "1:1:"
     broke = SourceUnavailable("gone")
-    forward = windows.StreamBroke(broke, kept=object(), kept_end=1)  # pyright: ignore[reportArgumentType]
+    forward = windows.StreamBroke(broke, kept=object())  # pyright: ignore[reportArgumentType]
     for _ in range(5):  # a connection that lives for ten minutes at a time
         assert course.pause(forward) is not None
         clock[0] += 600

@@ -7,8 +7,9 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pgwal_pipeline.errors import DecodeError, LakeError
+from pgwal_pipeline.errors import DecodeError, LakeError, PgwalError
 from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.pipeline import catch_up
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.postgres.stream import ReplicationStream
@@ -234,3 +235,64 @@ def test_a_message_that_belongs_to_no_table_ends_the_drain_and_is_kept_whole(
 
 def pipeline_folder(pipeline: Pipeline) -> Path:
     return Path(pipeline.settings.lake) / "_pgwal"
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "where"),
+    [
+        ("write", "RuntimeError", "worker"),
+        ("decode", "ArrowInvalid", "here"),
+        ("commit", "DeltaError", "here"),
+        pytest.param("describe", "RuntimeError", "worker", marks=pytest.mark.soak),
+        pytest.param("decode", "RuntimeError", "worker", marks=pytest.mark.soak),
+        pytest.param("write", "DeltaError", "here", marks=pytest.mark.soak),
+    ],
+)
+def test_a_fault_in_one_window_of_a_catch_up(
+    stage: str, kind: str, where: str, source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows side by side, of which some cannot take one table: the others are whole, the slot is past all of them."""
+    monkeypatch.setattr(catch_up, "cores", lambda: 4)
+    pipeline = make_pipeline(catchup_threshold="512kB", catchup_slots=2)
+    three_tables(source, pipeline)
+    frontier = fill(source, pipeline)
+    points = at_tables(stage, ["public.b"], kind)
+    if where == "worker":
+        monkeypatch.setenv("PGWAL_FAILPOINTS", points)
+    with injected(points if where == "here" else ""):
+        report = pipeline.drain()
+    assert len(report.windows) == 3
+    state = pipeline.ledger.tables()[TableName("public", "b")]
+    assert (state.state, state.stage, state.generation) == ("error", stage, None)
+    assert frontier <= (state.gap_lsn or 0) < report.windows[-1].end_lsn
+    assert raw_ids(pipeline, "public.a") == raw_ids(pipeline, "public.c") == list(range(1, 40))
+    assert confirmed(pipeline) == pipeline.ledger.frontier() == report.windows[-1].end_lsn
+
+
+@pytest.mark.parametrize("kind", RUNS_OWN)
+def test_an_error_of_a_worker_reaches_the_drain_whole(
+    kind: str, source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transient one has the window read here; any other ends the drain. No table's state changes."""
+    monkeypatch.setattr(catch_up, "cores", lambda: 4)
+    pipeline = make_pipeline(catchup_threshold="512kB", catchup_slots=2)
+    three_tables(source, pipeline)
+    fill(source, pipeline)
+    monkeypatch.setenv("PGWAL_FAILPOINTS", at_tables("write", ["public.b"], kind))
+    if kind == "TransientLakeError":
+        pipeline.drain()
+    else:
+        with pytest.raises(PgwalError, match="MemoryError"):
+            pipeline.drain()
+        monkeypatch.delenv("PGWAL_FAILPOINTS")
+        pipeline.drain()
+    assert all(raw_ids(pipeline, table) == list(range(1, 40)) for table in _TABLES)
+    assert {state.state for state in pipeline.ledger.tables().values()} == {"ready"}
+
+
+def fill(source: Source, pipeline: Pipeline) -> int:
+    """Ids 2 to 39 in each table, with about 4 MB of WAL; the frontier before them."""
+    for number in range(2, 40):
+        source.sql("INSERT INTO a SELECT %s, string_agg(md5(random()::text), '') FROM generate_series(1, 3000)", number)
+        insert(source, ["public.b", "public.c"], number)
+    return pipeline.ledger.frontier() or 0
