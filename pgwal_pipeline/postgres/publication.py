@@ -6,6 +6,7 @@ Ours is known by its comment. It names its tables one by one, so that a table wh
 from dataclasses import dataclass
 
 import psycopg
+from psycopg import errors
 
 from pgwal_pipeline.errors import SourceRefused
 from pgwal_pipeline.postgres.candidates import Candidate, candidate_tables
@@ -15,7 +16,8 @@ from pgwal_pipeline.relation import TableName, quote_ident
 
 COMMENT = "managed by pgwal_pipeline"
 
-_LOCK_TIMEOUT = "30s"
+_LOCK_TIMEOUT = "5s"
+_LOCK_TIMEOUT_EACH = "2s"  # of a table that is put in or taken out by itself, since one of them was locked; longer than autovacuum holds on
 _TABLES_SHOWN = 20
 
 
@@ -52,10 +54,11 @@ def ensure(conn: Connection, name: str, globs: str) -> Publication:
     """Make the publication, or bring ours in step with `globs` (as in PGWAL_TABLES); one that is not ours is left as it is.
 
     All or nothing: a failure leaves the source as it was. A table that the role may not put in because it does not own it is refused when
-    the publication is made, and skipped with that reason later, so that somebody's new table does not stop the others.
+    the publication is made, and skipped with that reason later, so that somebody's new table does not stop the others. One that somebody
+    holds a lock on for some seconds is skipped too, and put in the next time.
 
     Raises SourceRefused where the role's rights do not suffice, with the SQL for the owner, and on a standby where there is something to
-    do; SourceUnavailable where a table stays locked for half a minute. `conn` must not be inside a transaction.
+    do. `conn` must not be inside a transaction.
     """
     try:
         return _ensure(conn, name, globs)
@@ -114,8 +117,7 @@ def _ensure(conn: Connection, name: str, globs: str) -> Publication:
         wanted = {candidate.oid: candidate for candidate in candidates if candidate.reason is None}
         if found is None:
             _require_creation(conn, name, list(wanted.values()))
-            tables = tuple(candidate.table for candidate in wanted.values())
-            _run(conn, _create(name, tables, conn.info.server_version))
+            tables = _made(conn, name, [candidate.table for candidate in wanted.values()], skipped)
             _run(conn, f"COMMENT ON PUBLICATION {quote_ident(name)} IS '{COMMENT}'")
             found = _find(conn, name)
             assert found is not None
@@ -145,9 +147,55 @@ def _alter(
                 f"role {role} does not own it, so it cannot be published; "
                 f"GRANT {quote_ident(candidate.owner)} TO {quote_ident(role)} mends it"
             )
-    for statement in statements:
-        _run(conn, statement)
-    return tuple(candidate.table for candidate in joining if candidate.owned)
+    owned = [candidate.table for candidate in joining if candidate.owned]
+    try:
+        with conn.transaction():
+            for statement in statements:
+                _run(conn, statement)
+    except errors.LockNotAvailable:
+        leaving = [table for oid, table in _held(conn, found.oid).items() if oid not in wanted]
+        _one_by_one(conn, name, "DROP", leaving, {})  # what stays in for now is followed on
+        if not found.in_step:
+            _run(conn, _in_step(name, conn.info.server_version))
+        return _one_by_one(conn, name, "ADD", owned, skipped)
+    return tuple(owned)
+
+
+def _made(conn: Connection, name: str, tables: list[TableName], skipped: dict[TableName, str]) -> tuple[TableName, ...]:
+    """Make the publication; gives the tables that it holds, and `skipped` those that are locked."""
+    try:
+        with conn.transaction():
+            _run(conn, _create(name, tables, conn.info.server_version))
+    except errors.LockNotAvailable:
+        _run(conn, _create(name, (), conn.info.server_version))
+        return _one_by_one(conn, name, "ADD", tables, skipped)
+    return tuple(tables)
+
+
+def _one_by_one(conn: Connection, name: str, verb: str, tables: list[TableName], skipped: dict[TableName, str]) -> tuple[TableName, ...]:
+    """Put tables in (`ADD`) or take them out (`DROP`), but for those that stay locked, which go to `skipped`; gives the others."""
+    _run(conn, f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT_EACH}'")
+    done = []
+    for table in tables:
+        try:
+            with conn.transaction():
+                _run(conn, f"ALTER PUBLICATION {quote_ident(name)} {verb} TABLE {_table_list([table])}")
+            done.append(table)
+        except errors.LockNotAvailable:
+            skipped[table] = f"{_holders(conn, table)} a lock on it, so it could not be published yet; the next run tries it again"
+    return tuple(done)
+
+
+def _holders(conn: Connection, table: TableName) -> str:
+    """Who holds a lock on a table, as the beginning of a sentence that goes on with `a lock on it`."""
+    pids = conn.execute(
+        "SELECT DISTINCT l.pid FROM pg_catalog.pg_locks l JOIN pg_catalog.pg_class c ON c.oid = l.relation "
+        "JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE l.granted AND l.pid <> pg_catalog.pg_backend_pid() "
+        "AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database()) "
+        "AND n.nspname = %s AND c.relname = %s AND l.mode NOT IN ('AccessShareLock', 'RowShareLock', 'RowExclusiveLock')",
+        [table.schema, table.name],
+    ).fetchall()
+    return f"pid {', '.join(str(pid) for (pid,) in pids)} holds" if pids else "somebody holds"
 
 
 def _alterations(conn: Connection, name: str, found: _Found, wanted: dict[int, Candidate]) -> tuple[list[Candidate], list[str]]:
@@ -160,7 +208,7 @@ def _alterations(conn: Connection, name: str, found: _Found, wanted: dict[int, C
     if leaving:
         statements.append(f"ALTER PUBLICATION {publication} DROP TABLE {_table_list(leaving)}")
     if not found.in_step:
-        statements.append(f"ALTER PUBLICATION {publication} SET ({_options(conn.info.server_version)})")
+        statements.append(_in_step(name, conn.info.server_version))
     owned = [candidate.table for candidate in joining if candidate.owned]
     if owned:
         statements.append(f"ALTER PUBLICATION {publication} ADD TABLE {_table_list(owned)}")
@@ -211,6 +259,10 @@ def _require_creation(conn: Connection, name: str, wanted: list[Candidate]) -> N
 def _create(name: str, tables: list[TableName] | tuple[TableName, ...], server_version: int) -> str:
     listed = f" FOR TABLE {_table_list(tables)}" if tables else ""
     return f"CREATE PUBLICATION {quote_ident(name)}{listed} WITH ({_options(server_version)})"
+
+
+def _in_step(name: str, server_version: int) -> str:
+    return f"ALTER PUBLICATION {quote_ident(name)} SET ({_options(server_version)})"
 
 
 def _options(server_version: int) -> str:

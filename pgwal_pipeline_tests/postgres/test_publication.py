@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psycopg
 import pytest
 
-from pgwal_pipeline.errors import SourceRefused, SourceUnavailable
+from pgwal_pipeline.errors import SourceRefused
 from pgwal_pipeline.postgres import candidates, catalog, dsn, publication
 from pgwal_pipeline.postgres.catalog import Connection
 from pgwal_pipeline.relation import TableName
@@ -330,21 +330,25 @@ def test_a_long_list_is_cut_in_the_message_only(source_matrix: Source, role: str
 
 
 def test_never_half_made(conn: Connection, source_matrix: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server refuses one of several statements: none of them was."""
     source = source_matrix
-    monkeypatch.setattr(publication, "_LOCK_TIMEOUT", "100ms")
     source.sql("create table a (id int primary key); create table b (id int primary key)")
-    holder = source.connect(autocommit=False)
-    holder.execute("lock table b in access exclusive mode")
-    with pytest.raises(SourceUnavailable, match="lock timeout"):
-        publication.ensure(conn, "pgwal", "*.*")
+    with monkeypatch.context() as patch:
+        patch.setattr(publication, "COMMENT", "no text' ends here")
+        with pytest.raises(SourceRefused, match="syntax error"):
+            publication.ensure(conn, "pgwal", "*.*")
     assert source.sql("select 1 from pg_publication") == []
-    holder.rollback()
     publication.ensure(conn, "pgwal", "*.a")
-    holder.execute("lock table b in access exclusive mode")
-    with pytest.raises(SourceUnavailable):
-        publication.ensure(conn, "pgwal", "*.b")
+    run = publication._run
+
+    def refusing(conn: Connection, statement: str) -> None:
+        run(conn, statement.replace("ADD TABLE", "ADD NO TABLE"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publication, "_run", refusing)
+        with pytest.raises(SourceRefused):
+            publication.ensure(conn, "pgwal", "*.b")
     assert published(source) == {"public.a"}
-    holder.rollback()
 
 
 def test_two_at_once_make_one(source_matrix: Source) -> None:
@@ -358,3 +362,30 @@ def test_two_at_once_make_one(source_matrix: Source) -> None:
     with ThreadPoolExecutor(6) as pool:
         results = list(pool.map(one, ["*.*", "*.a", "*.*", "*.b", "*.*", "*.*"]))
     assert len({result.oid for result in results}) == 1
+
+
+@pytest.mark.parametrize("when", ["made", "later"])
+def test_a_table_that_somebody_locks_is_put_in_later(when: str, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One new table is locked by a migration that takes long: the others join, it is skipped with who holds it, and joins next time."""
+    monkeypatch.setattr(publication, "_LOCK_TIMEOUT", "500ms")
+    monkeypatch.setattr(publication, "_LOCK_TIMEOUT_EACH", "300ms")
+    conn = source.connect()
+    if when == "later":
+        source.sql("CREATE TABLE first (id int PRIMARY KEY)")
+        publication.ensure(conn, "pub", "*.*")
+        source.sql("DROP TABLE first")
+    for table in "abc":
+        source.sql(f"CREATE TABLE {table} (id int PRIMARY KEY)")
+    with source.connect(autocommit=False) as migration:
+        migration.execute("LOCK TABLE b IN ACCESS EXCLUSIVE MODE")
+        pid = migration.info.backend_pid
+        found = publication.ensure(conn, "pub", "*.*")
+        assert [str(table) for table in found.tables] == ["public.a", "public.c"]
+        ((table, reason),) = found.skipped.items()
+        assert str(table) == "public.b"
+        assert f"pid {pid} holds a lock on it" in reason
+        assert found.joined_xid is not None
+        migration.rollback()
+    found = publication.ensure(conn, "pub", "*.*")
+    assert [str(table) for table in found.tables] == ["public.a", "public.b", "public.c"]
+    assert found.skipped == {}
