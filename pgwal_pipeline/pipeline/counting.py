@@ -153,6 +153,7 @@ def review(run: Pass, before: Mapping[TableName, Look], told: Told, ended: Snaps
         run.warn(f"Table {table}: {reason}.")
     if told.refused:
         _record_refusals(run, told.refused)
+        failpoints.hit("drain.after_refusal")
     return found
 
 
