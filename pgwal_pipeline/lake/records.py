@@ -106,14 +106,6 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """A window of a plan whose files are durable, to be counted with the others; `streamed` is what else its stream told (JSON)."""
-
-    window: Window
-    streamed: str
-
-
-@dataclass(frozen=True, slots=True)
 class TableState:
     """Where one table stands. In the ledger a name that a table had before stands as `renamed`.
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pgwal_pipeline.lake.facts import Read, StreamFacts
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.records import (
     Chunk,
     FileWrite,
     Plan,
     Publish,
-    Read,
     Source,
     TablePointer,
     TableState,
@@ -204,12 +204,13 @@ def plans(rows: pa.Table) -> list[Plan]:
 
 def read_rows(read: Read, lake: Lake, now: datetime) -> pa.Table:
     """One row of READS; the window is a prepared one, so that its files stand in it."""
-    return window_rows([read.window], lake, now).append_column("streamed", pa.array([read.streamed], pa.string()))
+    return window_rows([read.window], lake, now).append_column("streamed", pa.array([read.facts.to_json()], pa.string()))
 
 
 def reads(rows: pa.Table, lake: Lake) -> list[Read]:
     """The windows in `rows` that were read ahead, in their order."""
-    return [Read(window, text) for window, text in zip(windows(rows, lake), rows["streamed"].to_pylist(), strict=True)]
+    texts = rows["streamed"].to_pylist()
+    return [Read(window, StreamFacts.from_json(text)) for window, text in zip(windows(rows, lake), texts, strict=True)]
 
 
 def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:

@@ -16,14 +16,13 @@ from deltalake import Schema
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.errors import SourceRefused, SourceUnavailable
+from pgwal_pipeline.lake.facts import StreamFacts
 from pgwal_pipeline.lake.fitting import first_misfit
 from pgwal_pipeline.lake.ledger import Plan, Read, Window
-from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lsn import format_lsn, window_key
 from pgwal_pipeline.pipeline.catch_up_process import CatchUpProcess
 from pgwal_pipeline.pipeline.changes import Look
-from pgwal_pipeline.pipeline.counting import Pass, Told, count, describe_on, keep_what_came, open_stream, review, window_of
-from pgwal_pipeline.pipeline.window import StreamBroke, read_window
+from pgwal_pipeline.pipeline.counting import Pass, count, open_stream, read_ahead, review
 from pgwal_pipeline.postgres import copies
 from pgwal_pipeline.postgres.copies import Room, SlotCopy
 from pgwal_pipeline.postgres.dsn import on_this_machine
@@ -117,7 +116,7 @@ def carry_out(run: Pass, plan: Plan, before: Mapping[TableName, Look]) -> tuple[
     plan = read
     reads = _fitting(run, plan)
     failpoints.hit("catch_up.all_read")
-    found = review(run, before, Told.joined(Told.from_json(read.streamed) for read in reads), Snapshot.parse(plan.ended))
+    found = review(run, before, StreamFacts.merged(read.facts for read in reads), Snapshot.parse(plan.ended))
     windows = count(run.ledger, [read.window for read in reads], run.warn)
     failpoints.hit("drain.before_confirm")
     copies.settle(run.conn, run.settings.dsn, run.settings.slot, plan.ends[-1], warn=run.warn)
@@ -180,26 +179,12 @@ def _refined(run: Pass, plan: Plan) -> Plan:
 
 def _read_here(run: Pass, plan: Plan, limits: tuple[int, int], budget: int, expected: Mapping[str, Schema] | None = None) -> None:
     """Read one window in this process and write down that it has been read."""
-    start, end = limits
-    with _stream(run, plan, start) as stream:
-        try:
-            read = read_window(
-                stream,
-                run.ledger.lake,
-                Places.of(run.ledger.tables()),
-                describe_on(run.conn),
-                start_lsn=start,
-                end_lsn=end,
-                memory_budget=budget,
-                progress=run.progress,
-                stage=_stage(plan, limits),
-                expected=expected,
-            )
-        except StreamBroke as broke:
-            keep_what_came(run.ledger, run.settings.slot, broke)
-            raise
+    settings = run.settings.model_copy(update={"memory_budget": budget})
+    with _stream(run, plan, limits[0]) as stream:
+        stage = _stage(plan, limits)
+        read = read_ahead(stream, settings, run.ledger, run.conn, limits, progress=run.progress, stage=stage, expected=expected)
     failpoints.hit("drain.after_files")
-    run.ledger.record_read(Read(window_of(run.settings.slot, read), Told.of(read).to_json()))
+    run.ledger.record_read(read)
     failpoints.hit("catch_up.read_here")
 
 

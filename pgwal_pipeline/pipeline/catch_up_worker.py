@@ -19,11 +19,9 @@ from typing import Any, TextIO
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import error_to_json
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger, Read
-from pgwal_pipeline.lake.places import Places
+from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lsn import format_lsn
-from pgwal_pipeline.pipeline.counting import Told, describe_on, keep_what_came, window_of
-from pgwal_pipeline.pipeline.window import StreamBroke, read_window
+from pgwal_pipeline.pipeline.counting import read_ahead
 from pgwal_pipeline.postgres.copies import SlotCopy
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
@@ -102,22 +100,9 @@ def _read(settings: Settings, start: int, end: int, version: int, teller: _Telle
         teller.say(f"{copy.name} is moved to {format_lsn(start)}")
         with copy.stream(settings.publication, start, server_version=version) as stream:
             failpoints.hit("catch_up.moved")
-            try:
-                read = read_window(
-                    stream,
-                    ledger.lake,
-                    Places.of(ledger.tables()),
-                    describe_on(conn),
-                    start_lsn=start,
-                    end_lsn=end,
-                    memory_budget=settings.memory_budget,
-                    progress=teller,
-                )
-            except StreamBroke as broke:
-                keep_what_came(ledger, settings.slot, broke)
-                raise
+            read = read_ahead(stream, settings, ledger, conn, (start, end), progress=teller)
             failpoints.hit("catch_up.after_files")
-            ledger.record_read(Read(window_of(settings.slot, read), Told.of(read).to_json()))
+            ledger.record_read(read)
             failpoints.hit("catch_up.recorded")
 
 

@@ -5,10 +5,11 @@ default that old rows carry, a rewrite, a rename (the stream has names, not colu
 Nothing is taken from the catalog for a row of an earlier time; between that row and now there may have been more changes than these.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from pgwal_pipeline.decode.types import arrow_type
+from pgwal_pipeline.lake.facts import StreamFacts
 from pgwal_pipeline.lake.ledger import TableState
 from pgwal_pipeline.postgres.storage import Storage
 from pgwal_pipeline.relation import Relation
@@ -21,22 +22,6 @@ class Look:
 
     relation: Relation
     storage: Storage
-
-
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    """What a pass over the stream told of the tables, by their oids: how they looked, and the transactions that truncated them.
-
-    `refilled`, `partitions` and `lacking` are as `WindowRead` has them. `ended` has every transaction that committed before the pass's end,
-    and maybe some that committed just after it; None where the stream goes on, so that what it did not tell it may still tell.
-    """
-
-    relations: Mapping[int, Sequence[Relation]]
-    truncated: Mapping[int, Collection[int]]
-    refilled: Collection[int]
-    partitions: Mapping[int, Collection[int]]
-    lacking: Collection[int]
-    ended: Snapshot | None
 
 
 def dropped(state: TableState, before: Storage, now: Storage) -> tuple[str, ...]:
@@ -120,7 +105,7 @@ def _in_other_order(some: Sequence[str], others: Sequence[str]) -> bool:
     return [name for name in some if name in others] != [name for name in others if name in some]
 
 
-def rewritten(oid: int, before: Storage, now: Storage, streamed: Streamed) -> tuple[str | None, Storage]:
+def rewritten(oid: int, before: Storage, now: Storage, facts: StreamFacts, ended: Snapshot | None) -> tuple[str | None, Storage]:
     """Why rows changed that no message told of, None if none did; and the storage with the files as far as they are accounted for.
 
     A new file that was made by a transaction whose TRUNCATE of the table the stream told of is accounted for, unless a column was altered
@@ -132,9 +117,9 @@ def rewritten(oid: int, before: Storage, now: Storage, streamed: Streamed) -> tu
     old = {file.oid: file for file in before.files}
     attached = {xid for file in before.files for xid in file.attached}
     files = []
-    if not old.keys() | {file.oid for file in now.files} >= {*streamed.partitions.get(oid, ())}:
+    if not old.keys() | {file.oid for file in now.files} >= {*facts.partitions.get(oid, ())}:
         reason = "a partition came and went"
-    if oid in streamed.refilled and all(file.oid != oid for file in now.files):
+    if oid in facts.refilled and all(file.oid != oid for file in now.files):
         reason = "it was truncated and filled in one transaction, which may have truncated a partition of it afterwards"
     for file in now.files:
         was = old.pop(file.oid, None)
@@ -142,8 +127,8 @@ def rewritten(oid: int, before: Storage, now: Storage, streamed: Streamed) -> tu
             reason = "a partition was attached"
         if was is not None and was.attached != file.attached:
             reason = "a partition was detached and attached again"
-        if was is not None and was.node != file.node and (file.altered or file.xid not in streamed.truncated.get(oid, ())):
-            if streamed.ended is None or not streamed.ended.sees(file.xid):
+        if was is not None and was.node != file.node and (file.altered or file.xid not in facts.truncated.get(oid, ())):
+            if ended is None or not ended.sees(file.xid):
                 files.append(was)
                 continue
             reason = "it was rewritten"

@@ -11,7 +11,7 @@ from typing import Self
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake.ledger import Window
 from pgwal_pipeline.pipeline.changes import Look
-from pgwal_pipeline.pipeline.counting import Pass, Told, count, review, window_of
+from pgwal_pipeline.pipeline.counting import Pass, count, review, window_of
 from pgwal_pipeline.pipeline.tally import WindowRead
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.xid import Snapshot
@@ -46,7 +46,7 @@ class Committer:
         self.submit(read, None)
 
     def submit(self, read: WindowRead, ended: Snapshot | None) -> Future[None]:
-        """Have a window counted after those before it; `ended` is as `Streamed` has it."""
+        """Have a window counted after those before it; `ended` is as `review` has it."""
         self._pending = self._pool.submit(self._context.run, self._commit, self._pending, read, ended)
         return self._pending
 
@@ -61,7 +61,7 @@ class Committer:
         started = time.perf_counter()
         run = self._run
         window = window_of(run.settings.slot, read)
-        review(run, self._before, Told.of(read), ended)
+        review(run, self._before, read.facts, ended)
         (counted,) = count(run.ledger, [window], run.warn)
         spent = time.perf_counter() - started
         self.windows.append(replace(counted, seconds=read.seconds | {"write": read.seconds["write"] + spent}))

@@ -1,26 +1,26 @@
 """From what was read of windows to windows that count: what the stream told is reviewed, the ledger takes them, raw names their files."""
 
-import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psycopg
+from deltalake import Schema
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.errors import SlotBusy, TableError
-from pgwal_pipeline.lake.ledger import Ledger, Read, TableState, Window
+from pgwal_pipeline.lake.facts import Read, Refusal, StreamFacts
+from pgwal_pipeline.lake.ledger import Ledger, TableState, Window
+from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lake.raw import commit_window
-from pgwal_pipeline.lake.records import relation_from_json, relation_to_json
 from pgwal_pipeline.lsn import format_lsn, window_key
-from pgwal_pipeline.pipeline.changes import Look, Streamed
+from pgwal_pipeline.pipeline.changes import Look
 from pgwal_pipeline.pipeline.looks import looks, next_xid, review_tables
-from pgwal_pipeline.pipeline.tally import Refusal, WindowRead, changes_in
-from pgwal_pipeline.pipeline.window import StreamBroke
+from pgwal_pipeline.pipeline.tally import WindowRead, changes_in
+from pgwal_pipeline.pipeline.window import Portions, StreamBroke, read_window
 from pgwal_pipeline.postgres import catalog
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.progress import Progress
@@ -39,81 +39,6 @@ class Pass:
     server_version: int
     warn: Callable[[str], None]
     progress: Progress
-
-
-@dataclass(frozen=True)
-class Told:
-    """What the stream told of the tables besides their rows.
-
-    The tables as they were, by oid, the last definition last; the transactions (32 bits) that truncated one, by its oid; the tables that
-    were left out, by place. The others are as `WindowRead` has them.
-    """
-
-    relations: Mapping[int, Sequence[Relation]]
-    truncated: Mapping[int, Collection[int]]
-    refused: Mapping[str, Refusal]
-    refilled: Collection[int] = ()
-    partitions: Mapping[int, Collection[int]] = field(default_factory=dict)
-    lacking: Collection[int] = ()
-
-    @classmethod
-    def of(cls, read: WindowRead) -> "Told":
-        """What reading a window found."""
-        return cls(_by_oid(read.relations), read.truncated, read.refused, read.refilled, read.partitions, read.lacking)
-
-    @classmethod
-    def joined(cls, parts: Iterable["Told"]) -> "Told":
-        """What windows that follow one another told together."""
-        relations: list[Relation] = []
-        truncated: dict[int, set[int]] = {}
-        refused: dict[str, Refusal] = {}
-        refilled: set[int] = set()
-        partitions: dict[int, set[int]] = {}
-        lacking: set[int] = set()
-        for part in parts:
-            relations += chain.from_iterable(part.relations.values())
-            refused = {**part.refused, **refused}
-            refilled.update(part.refilled)
-            lacking.update(part.lacking)
-            for oid, xids in part.truncated.items():
-                truncated.setdefault(oid, set()).update(xids)
-            for oid, oids in part.partitions.items():
-                partitions.setdefault(oid, set()).update(oids)
-        return cls(_by_oid(relations), truncated, refused, refilled, partitions, lacking)
-
-    def to_json(self) -> str:
-        """As text for the ledger."""
-        return json.dumps(
-            {
-                "relations": [relation_to_json(relation) for relation in chain.from_iterable(self.relations.values())],
-                "truncated": {str(oid): sorted(xids) for oid, xids in self.truncated.items()},
-                "refused": {place: asdict(refusal) for place, refusal in self.refused.items()},
-                "refilled": sorted(self.refilled),
-                "partitions": {str(oid): sorted(oids) for oid, oids in self.partitions.items()},
-                "lacking": sorted(self.lacking),
-            }
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> "Told":
-        """What `to_json` wrote."""
-        found = json.loads(text)
-        relations = _by_oid(map(relation_from_json, found["relations"]))
-        return cls(
-            relations,
-            {int(oid): set(xids) for oid, xids in found["truncated"].items()},
-            {place: Refusal(**refusal) for place, refusal in found["refused"].items()},
-            found.get("refilled", ()),
-            {int(oid): set(oids) for oid, oids in found.get("partitions", {}).items()},
-            found.get("lacking", ()),
-        )
-
-
-def _by_oid(relations: Iterable[Relation]) -> dict[int, Sequence[Relation]]:
-    found: dict[int, list[Relation]] = {}
-    for relation in relations:
-        found.setdefault(relation.oid, []).append(relation)
-    return dict(found)
 
 
 def window_of(slot: str, read: WindowRead) -> Window:
@@ -135,24 +60,74 @@ def window_of(slot: str, read: WindowRead) -> Window:
     )
 
 
+def read_from(
+    stream: ReplicationStream,
+    ledger: Ledger,
+    conn: psycopg.Connection[Any],
+    limits: tuple[int, int],
+    *,
+    memory_budget: int,
+    progress: Progress,
+    stage: str = "drain",
+    expected: Mapping[str, Schema] | None = None,
+    portions: Portions | None = None,
+) -> WindowRead:
+    """Read the WAL between two LSNs as `read_window` does, with the tables as the ledger has them now, asking the catalog on `conn`."""
+    return read_window(
+        stream,
+        ledger.lake,
+        Places.of(ledger.tables()),
+        describe_on(conn),
+        start_lsn=limits[0],
+        end_lsn=limits[1],
+        memory_budget=memory_budget,
+        progress=progress,
+        stage=stage,
+        expected=expected,
+        portions=portions,
+    )
+
+
+def read_ahead(
+    stream: ReplicationStream,
+    settings: Settings,
+    ledger: Ledger,
+    conn: psycopg.Connection[Any],
+    limits: tuple[int, int],
+    *,
+    progress: Progress,
+    stage: str = "drain",
+    expected: Mapping[str, Schema] | None = None,
+) -> Read:
+    """Read one window of a plan, for the ledger to take; what came whole of it where the stream breaks is written down before it raises."""
+    budget = settings.memory_budget
+    try:
+        read = read_from(stream, ledger, conn, limits, memory_budget=budget, progress=progress, stage=stage, expected=expected)
+    except StreamBroke as broke:
+        keep_what_came(ledger, settings.slot, broke)
+        raise
+    return Read(window_of(settings.slot, read), read.facts)
+
+
 def keep_what_came(ledger: Ledger, slot: str, broke: StreamBroke) -> None:
     """Write down what came whole before a stream broke off, as a window of its own; see `Ledger.refined`."""
     if broke.kept is not None:
-        ledger.record_read(Read(window_of(slot, broke.kept), Told.of(broke.kept).to_json()))
+        ledger.record_read(Read(window_of(slot, broke.kept), broke.kept.facts))
 
 
-def review(run: Pass, before: Mapping[TableName, Look], told: Told, ended: Snapshot | None) -> dict[TableName, Look]:
+def review(run: Pass, before: Mapping[TableName, Look], facts: StreamFacts, ended: Snapshot | None) -> dict[TableName, Look]:
     """Look at the tables again and write down what became of them; returns the looks. To be done before the windows read count.
 
-    `ended` is as `Streamed` has it.
+    `ended` has every transaction that committed before the windows' end, and maybe some that committed just after it; None where the stream
+    goes on, so that what it did not tell it may still tell.
     """
     found = looks(run.conn, run.settings.publication)
-    streamed = Streamed(told.relations, told.truncated, told.refilled, told.partitions, told.lacking, ended)
     rewrites = run.settings.on_rewrite == "resnapshot"
-    for table, reason in review_tables(run.ledger, before, found, streamed, next_xid(run.conn), rewrites=rewrites).items():
+    news = review_tables(run.ledger, before, found, facts, ended, next_xid(run.conn), rewrites=rewrites)
+    for table, reason in news.items():
         run.warn(f"Table {table}: {reason}.")
-    if told.refused:
-        _record_refusals(run, told.refused)
+    if facts.refused:
+        _record_refusals(run, facts.refused)
         failpoints.hit("drain.after_refusal")
     return found
 

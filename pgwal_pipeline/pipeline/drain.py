@@ -14,7 +14,6 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import FileGone, PublicationMissing, SlotLost, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Plan, Window
-from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline import bootstrap as bootstraps
 from pgwal_pipeline.pipeline import catch_up
@@ -22,10 +21,10 @@ from pgwal_pipeline.pipeline.bootstrap import Attached, attach, note_missing_pub
 from pgwal_pipeline.pipeline.catch_up import Pace, falling_behind
 from pgwal_pipeline.pipeline.changes import Look
 from pgwal_pipeline.pipeline.committer import Committer
-from pgwal_pipeline.pipeline.counting import Pass, describe_on, keep_what_came, open_stream, recover
+from pgwal_pipeline.pipeline.counting import Pass, keep_what_came, open_stream, read_from, recover
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
 from pgwal_pipeline.pipeline.tally import WindowRead
-from pgwal_pipeline.pipeline.window import Portions, StreamBroke, read_window
+from pgwal_pipeline.pipeline.window import Portions, StreamBroke
 from pgwal_pipeline.postgres import catalog, slot, slot_state
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream
@@ -262,13 +261,11 @@ def _drain_windows(
                 stream.confirm(committer.reached)
 
         try:
-            last = read_window(
+            last = read_from(
                 stream,
-                run.ledger.lake,
-                Places.of(run.ledger.tables()),
-                describe_on(run.conn),
-                start_lsn=start,
-                end_lsn=end,
+                run.ledger,
+                run.conn,
+                (start, end),
                 memory_budget=run.settings.memory_budget,
                 progress=run.progress,
                 portions=Portions(run.settings.window_size, run.settings.window_time, committer.take, between),

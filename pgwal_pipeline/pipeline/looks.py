@@ -10,12 +10,13 @@ import psycopg
 from pgwal_pipeline.decode.types import arrow_type, change_schema
 from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake.delta import open_table
+from pgwal_pipeline.lake.facts import StreamFacts
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, TableState
 from pgwal_pipeline.lake.places import free_place
 from pgwal_pipeline.lake.raw import check_columns, ensure_raw_table
-from pgwal_pipeline.pipeline.changes import Look, Streamed, altered, dropped, had_others_names, read_again, republished, rewritten
+from pgwal_pipeline.pipeline.changes import Look, altered, dropped, had_others_names, read_again, republished, rewritten
 from pgwal_pipeline.postgres import catalog
 from pgwal_pipeline.postgres.storage import Storage, storages
 from pgwal_pipeline.relation import Relation, TableName
@@ -81,7 +82,8 @@ def review_tables(
     ledger: Ledger,
     before: Mapping[TableName, Look],
     found: Mapping[TableName, Look],
-    streamed: Streamed,
+    facts: StreamFacts,
+    ended: Snapshot | None,
     unborn_xid: int,
     *,
     rewrites: bool,
@@ -105,7 +107,7 @@ def review_tables(
                 changed.append(replace(state, state="gone", reason=_GONE))
             seen = state
             if state is not None and earlier is not None and state.storage is not None and not _joins(state, look):
-                seen = _reviewed(state, Storage.from_json(state.storage), earlier, look, streamed, unborn_xid, rewrites)
+                seen = _reviewed(state, Storage.from_json(state.storage), earlier, look, facts, ended, unborn_xid, rewrites)
                 if seen.reason is not None and seen.reason != state.reason:
                     news[str(table)] = seen.reason
             if seen is not None and seen.oid == look.relation.oid and seen != recorded.get(table):
@@ -205,12 +207,19 @@ def _seen(state: TableState, look: Look, unborn_xid: int) -> TableState:
 
 
 def _reviewed(
-    state: TableState, stored: Storage, earlier: Look, look: Look, streamed: Streamed, unborn_xid: int, rewrites: bool
+    state: TableState,
+    stored: Storage,
+    earlier: Look,
+    look: Look,
+    facts: StreamFacts,
+    ended: Snapshot | None,
+    unborn_xid: int,
+    rewrites: bool,
 ) -> TableState:
     seen = _seen(state, look, unborn_xid)
     if seen.reason != state.reason:
         return seen
-    versions = streamed.relations.get(state.oid, ())
+    versions = facts.relations.get(state.oid, ())
     if state.is_read:
         if any(version.key != state.key for version in versions):
             return read_again(state, look, "its replica identity was another one for a while")
@@ -219,9 +228,9 @@ def _reviewed(
             return read_again(state, look, "its columns changed more than once while the stream was read")
         if had_others_names(stored.shown, versions, (earlier.relation, look.relation)):
             return read_again(state, look, "its columns had each other's names for a while")
-        if any(state.oid in partitions for partitions in streamed.partitions.values()):
+        if any(state.oid in partitions for partitions in facts.partitions.values()):
             return read_again(state, look, "it was a partition of another table for a while")
-        if state.oid in streamed.lacking:
+        if state.oid in facts.lacking:
             return read_again(state, look, "a row came into the publication's row filter, with values that the stream does not bring")
     last = versions[-1] if versions else None
     if look.relation != earlier.relation and last is not None:
@@ -229,11 +238,11 @@ def _reviewed(
         state = replace(state, relation=replace(last, table=state.table), key=last.key)
     if not state.is_read:
         return state
-    reason, storage = rewritten(state.oid, stored, look.storage, streamed)
+    reason, storage = rewritten(state.oid, stored, look.storage, facts, ended)
     if reason is not None and rewrites:
         return read_again(state, look, reason)
     # Behind a window that ends where the stream goes on rows may still come as they were before the looks.
-    shown = stored.shown if last is None and streamed.ended is None else (last or earlier.relation).column_names
+    shown = stored.shown if last is None and ended is None else (last or earlier.relation).column_names
     return replace(state, storage=replace(stored, files=storage.files, shown=shown).to_json())
 
 

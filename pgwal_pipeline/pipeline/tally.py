@@ -9,42 +9,24 @@ import pyarrow.compute as pc
 
 from pgwal_pipeline.decode.batch import Decoded, TableChanges
 from pgwal_pipeline.decode.route import MARKS
+from pgwal_pipeline.lake.facts import Refusal, StreamFacts
 from pgwal_pipeline.lake.records import TableWrite
 from pgwal_pipeline.relation import Relation
 from pgwal_pipeline.xid import TransactionMark
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a window has nothing of a table: its oid, the work that failed, the error's sentence, and the LSN where its gap begins."""
-
-    oid: int
-    stage: str
-    reason: str
-    lsn: int
 
 
 @dataclass(frozen=True)
 class WindowRead:
     """What was read of a window: its files, not yet part of any Delta table, and what they hold.
 
-    `refused` says which tables could not be written, by their places, and why: none of their changes is in `writes`. `relations` are all
-    definitions of the tables that the stream showed, in the order in which each came last, `truncated` the transactions (32 bits) that
-    truncated a table, by its oid. `refilled` are the oids of tables that one transaction truncated and wrote rows to, `partitions` those of
-    the partitions whose rows came as a table's, by its oid, `lacking` those of tables with an insert that left values out. `min_xid` and
-    `max_xid` bound the 32-bit transaction ids of the changes, None where there are none; `marks` are the last transactions with a change;
-    `seconds` has `drain`, `decode` and `write`.
+    Of the tables that `facts.refused` names, no change is in `writes`. `min_xid` and `max_xid` bound the 32-bit transaction ids of the
+    changes, None where there are none; `marks` are the last transactions with a change; `seconds` has `drain`, `decode` and `write`.
     """
 
     start_lsn: int
     end_lsn: int
     writes: tuple[TableWrite, ...]
-    refused: Mapping[str, Refusal]
-    relations: tuple[Relation, ...]
-    truncated: Mapping[int, Collection[int]]
-    refilled: Collection[int]
-    partitions: Mapping[int, Collection[int]]
-    lacking: Collection[int]
+    facts: StreamFacts
     transactions: int
     bytes: int
     min_xid: int | None
@@ -121,16 +103,24 @@ class Tally:
             start_lsn=start_lsn,
             end_lsn=end_lsn,
             writes=writes,
-            refused=refused,
-            relations=tuple(self.relations),
-            truncated=self.truncated,
-            refilled=self.refilled,
-            partitions=self.partitions,
-            lacking=self.lacking,
+            facts=self._facts(refused),
             transactions=self.transactions,
             bytes=self.bytes,
             min_xid=min(self.xids, default=None),
             max_xid=max(self.xids, default=None),
             marks=self.marks,
             seconds={"drain": seconds, **self.seconds},
+        )
+
+    def _facts(self, refused: Mapping[str, Refusal]) -> StreamFacts:
+        relations: dict[int, tuple[Relation, ...]] = {}
+        for relation in self.relations:
+            relations[relation.oid] = (*relations.get(relation.oid, ()), relation)
+        return StreamFacts(
+            relations=relations,
+            truncated={oid: frozenset(xids) for oid, xids in self.truncated.items()},
+            refilled=frozenset(self.refilled),
+            partitions={oid: frozenset(oids) for oid, oids in self.partitions.items()},
+            lacking=frozenset(self.lacking),
+            refused=refused,
         )

@@ -18,13 +18,14 @@ from pgwal_pipeline.decode.batch import Checkpoint, Decoded, Decoder
 from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.errors import DecodeError, SourceUnavailable, TableError, TableWorkFailed
 from pgwal_pipeline.lake import undecodable
+from pgwal_pipeline.lake.facts import Refusal
 from pgwal_pipeline.lake.faults import is_tables_own, table_error
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lake.raw import WindowWriter
 from pgwal_pipeline.lake.records import Window
 from pgwal_pipeline.lsn import window_key
-from pgwal_pipeline.pipeline.tally import Refusal, Tally, WindowRead
+from pgwal_pipeline.pipeline.tally import Tally, WindowRead
 from pgwal_pipeline.postgres.standbys import HeldBack
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.progress import Progress
@@ -306,7 +307,7 @@ def read_window(
     Without `portions` that is the only one. Ends when the server has read past `end_lsn`; its silence never counts as that, for a walsender
     is silent while it decodes a large transaction that is not ours. At most `memory_budget` bytes of changes are held, undecoded and
     unwritten together. Nothing is committed and nothing confirmed here. A table that by its own fault cannot be decoded or written is left
-    out from there on, and named in the window's `refused`. `stage` is what `progress` calls it, `places` and `expected` are as
+    out from there on, and named in `facts.refused`. `stage` is what `progress` calls it, `places` and `expected` are as
     `WindowWriter` has them.
 
     Raises StreamBroke, which has what came whole, where the connection breaks, and what decoding, writing or `portions` raise.

@@ -10,7 +10,7 @@ import pytest
 
 from pgwal_pipeline.errors import SlotLost
 from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.pipeline import catch_up
+from pgwal_pipeline.pipeline import catch_up, counting
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.progress import Silent
@@ -141,7 +141,7 @@ def test_each_window_of_a_catch_up_is_shown_and_has_its_share_of_the_memory(
     pipeline.drain()
     source.sql("INSERT INTO t SELECT i, repeat(md5(i::text), 20) FROM generate_series(1, 5000) i")
     budgets: list[int] = []
-    made, read = catch_up.CatchUpProcess, catch_up.read_window
+    made, read = catch_up.CatchUpProcess, counting.read_window
 
     def process(settings: Any, limits: Any, budget: int, *rest: Any) -> Any:
         budgets.append(budget)
@@ -152,7 +152,7 @@ def test_each_window_of_a_catch_up_is_shown_and_has_its_share_of_the_memory(
         return read(*args, memory_budget=memory_budget, **named)
 
     monkeypatch.setattr(catch_up, "CatchUpProcess", process)
-    monkeypatch.setattr(catch_up, "read_window", window)
+    monkeypatch.setattr(counting, "read_window", window)
     recorder = Recorder()
     drains.drain(pipeline.settings, progress=recorder)
     assert budgets == [32 << 20, 32 << 20]

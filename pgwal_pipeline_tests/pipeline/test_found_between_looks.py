@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from pgwal_pipeline.lake.facts import Refusal, StreamFacts
 from pgwal_pipeline.lake.ledger import Chunk, TableState
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
-from pgwal_pipeline.pipeline.counting import Told
 from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
@@ -143,9 +143,22 @@ def test_what_is_undone_or_hidden(cases: Mapping[str, Case], source: Source, mak
 
 
 def test_what_windows_told_together_is_written_down() -> None:
-    parts = [Told({}, {1: {7}}, {}, {1}, {5: {51}}, {9}), Told({}, {1: {8}, 2: {9}}, {}, {2}, {5: {52}, 6: {61}}, ())]
-    joined = Told.joined(Told.from_json(part.to_json()) for part in parts)
-    assert joined == Told({}, {1: {7, 8}, 2: {9}}, {}, {1, 2}, {5: {51, 52}, 6: {61}}, {9})
+    some = frozenset
+    first, second = Refusal(3, "write", "It could not be written.", 10), Refusal(3, "decode", "It could not be decoded.", 20)
+    parts = [
+        StreamFacts({}, {1: some({7})}, some({1}), {5: some({51})}, some({9}), {"public.t": first}),
+        StreamFacts({}, {1: some({8}), 2: some({9})}, some({2}), {5: some({52}), 6: some({61})}, some(), {"public.t": second}),
+    ]
+    merged = StreamFacts.merged(StreamFacts.from_json(part.to_json()) for part in parts)
+    assert merged == StreamFacts(
+        {}, {1: some({7, 8}), 2: some({9})}, some({1, 2}), {5: some({51, 52}), 6: some({61})}, some({9}), {"public.t": first}
+    )
+
+
+def test_what_the_first_version_wrote_down_is_read() -> None:
+    text = '{"relations": [], "truncated": {"1": [7]}, "refused": {"public.t": [3, "It could not be written."]}}'
+    refusal = Refusal(3, "write", "It could not be written.", 0)
+    assert StreamFacts.from_json(text) == StreamFacts(truncated={1: frozenset({7})}, refused={"public.t": refusal})
 
 
 def test_a_table_that_was_in_another_schema_for_a_while(source: Source, make_pipeline: MakePipeline) -> None:
