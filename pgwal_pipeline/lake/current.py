@@ -312,8 +312,7 @@ def _replace(
             whole, lacking = _with_events(source, snapshot, raw, types, request)
         whole = _with_dropped(whole, shape, _read(session, path) if request.keep else None, request.keep)
     properties = {"delta.enableDeletionVectors": "true", GENERATION: request.generation, **_readable(_HISTORY_HOURS)}
-    if any(_MAPPED.intersection(name) for name in shape.columns):
-        properties["delta.columnMapping.mode"] = "name"
+    properties |= _features({field.name: field.dataType.simpleString() for field in whole.schema.fields})
     with table_failures(shape, lambda: lacking):
         writer = whole.writeTo(statements.table_at(path)).using("delta").options(**fence)
         for name, value in properties.items():
@@ -396,11 +395,22 @@ def _widen(session: "SparkSession", path: str, shape: Shape, wanted: StructType,
     if not types:
         return False
     table = open_current(path)
-    mapped = table is not None and table.metadata().configuration.get("delta.columnMapping.mode") == "name"
-    if not mapped and any(_MAPPED.intersection(name) for name in types):
-        session.sql(statements.set_properties(path, {"delta.columnMapping.mode": "name"})).collect()
+    has = {} if table is None else table.metadata().configuration
+    lacking = {name: value for name, value in _features(types).items() if has.get(name) != value}
+    if lacking:
+        session.sql(statements.set_properties(path, lacking)).collect()
     session.sql(statements.add_columns(path, types, shape.columns)).collect()
     return True
+
+
+def _features(types: Mapping[str, str]) -> dict[str, str]:
+    """The table properties that columns of these types (name to Delta type) need: Delta adds no feature to a table by itself."""
+    properties = {}
+    if any("timestamp_ntz" in kind for kind in types.values()):
+        properties["delta.feature.timestampNtz"] = "supported"
+    if any(_MAPPED.intersection(name) for name in types):
+        properties["delta.columnMapping.mode"] = "name"
+    return properties
 
 
 def _as_target(rows: "DataFrame", target: StructType) -> "DataFrame":

@@ -31,7 +31,7 @@ STAGES = {
 """The work that is done for one table alone, each with what is said where it fails."""
 
 _RUN = re.compile(
-    r"No space left on device|[Qq]uota exceeded|OutOfMemoryError|Java heap space|GC overhead limit|Too many open files"
+    r"No space left on device|[Qq]uota exceeded|File too large|OutOfMemoryError|Java heap space|GC overhead limit|Too many open files"
     r"|Read-only file system|Cannot allocate memory"
 )
 

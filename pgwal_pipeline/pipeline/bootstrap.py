@@ -17,6 +17,7 @@ from pgwal_pipeline.pipeline.counting import recover, slot_stream
 from pgwal_pipeline.pipeline.looks import looks, record_tables
 from pgwal_pipeline.postgres import catalog, publication, slot
 from pgwal_pipeline.postgres.slot import SlotState
+from pgwal_pipeline.postgres.standbys import HeldBack
 from pgwal_pipeline.postgres.timeline import left_at
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
@@ -40,15 +41,17 @@ class Attached:
     recovered: tuple[Window, ...] = ()
 
 
-def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:
+def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None], proven: bool = False) -> Attached:
     """Make sure that publication and slot exist and are this lake's, and record in the ledger which tables they carry.
+
+    With `proven` the source is known to be the same as a moment ago: what its slot sends again is not compared.
 
     To be called by the holder of the slot's lock only. Raises LakeError for another source's lake, SlotLost where the slot is gone, stands
     beyond the frontier, or the source was promoted from a server that was behind the lake, or set back to an older copy of itself; with
     PGWAL_ON_SLOT_LOSS=resnapshot the slot is made anew then, and every table read again.
     """
     try:
-        return _attach(settings, conn, warn=warn)
+        return _attach(settings, conn, warn=warn, proven=proven)
     except SlotLost as loss:
         if settings.on_slot_loss == "stop":
             raise
@@ -56,7 +59,7 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None])
         return renew(settings, conn, warn=warn)
 
 
-def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:
+def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None], proven: bool = False) -> Attached:
     """The source's record is written before the slot is made: a slot that a crash leaves behind is then known as ours."""
     ledger = Ledger(Lake(settings.lake))
     recorded, ours, frontier, state = require_agreement(settings, conn)
@@ -73,21 +76,22 @@ def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]
     if frontier is None:
         ledger.append_window(_origin(settings.slot, state.confirmed_flush_lsn))
     recovered = _completed(ledger, warn)
-    _require_same_changes(settings, conn, ledger, state)
+    if not proven:
+        _require_same_changes(settings, conn, ledger, state, warn)
     found = looks(conn, settings.publication)
     for table, reason in record_tables(ledger, conn, found, published.skipped).items():
         warn(f"Table {table}: {reason}.")
     return Attached(conn.info.server_version, state, found, dict(published.skipped), recovered)
 
 
-def _require_same_changes(settings: Settings, conn: Connection, ledger: Ledger, state: SlotState) -> None:
+def _require_same_changes(settings: Settings, conn: Connection, ledger: Ledger, state: SlotState, warn: Callable[[str], None]) -> None:
     """See that what the slot sends again, where it stands before the frontier, is what the lake has. Raises SlotLost."""
     frontier = ledger.frontier()
     again = None if frontier is None else history.to_be_sent_again(ledger, state.confirmed_flush_lsn, frontier)
     if frontier is not None and again is not None:
         start, expected = again
         with slot_stream(settings, start, conn.info.server_version) as stream:
-            history.require_same(stream, start, frontier, expected)
+            history.require_same(stream, start, frontier, expected, HeldBack(settings.dsn, settings.slot, warn))
 
 
 def _completed(ledger: Ledger, warn: Callable[[str], None]) -> tuple[Window, ...]:
@@ -151,7 +155,7 @@ def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) 
         slot.require_kind(state, ours.database)
     if frontier is None and state is not None and state.lost:
         slot.drop(conn, settings.slot)
-    if frontier is not None and _gap(settings, conn, ledger, recorded, ours, frontier, state):
+    if frontier is not None and _gap(settings, conn, ledger, recorded, ours, frontier, state, warn):
         if (end := catalog.insert_lsn(conn)) < frontier:
             raise LakeError(
                 f"The source's WAL ends at {format_lsn(end)}, but the lake {settings.lake} stands at {format_lsn(frontier)} already, and "
@@ -217,7 +221,14 @@ def _source(settings: Settings, conn: Connection) -> Source:
 
 
 def _gap(
-    settings: Settings, conn: Connection, ledger: Ledger, recorded: Source, ours: Source, frontier: int, state: SlotState | None
+    settings: Settings,
+    conn: Connection,
+    ledger: Ledger,
+    recorded: Source,
+    ours: Source,
+    frontier: int,
+    state: SlotState | None,
+    warn: Callable[[str], None],
 ) -> bool:
     """Whether there are, or may be, changes behind the frontier that the slot does not bring."""
     if state is None or state.lost or state.confirmed_flush_lsn > _durable(ledger, frontier):
@@ -225,7 +236,7 @@ def _gap(
     if recorded.publication_oid not in (0, publication.oid(conn, recorded.publication)):
         return True
     try:
-        _require_same_changes(settings, conn, ledger, state)
+        _require_same_changes(settings, conn, ledger, state, warn)
     except SlotLost:
         return True
     if ours.timeline <= recorded.timeline:

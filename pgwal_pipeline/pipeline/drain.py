@@ -144,7 +144,8 @@ def _drain(settings: Settings, course: _Course, noted: Noted) -> DrainReport:
     with ExitStack() as stack:
         stack.enter_context(slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout))
         conn = stack.enter_context(connect(settings.dsn))
-        attached = attach(settings, conn, warn=noted.warn)
+        # What this very drain has reached before is the same source still.
+        attached = attach(settings, conn, warn=noted.warn, proven=course.ended is not None)
         for table, reason in sorted(attached.skipped.items()):
             noted.warn(f"Table {table} is left out: {reason}.")
         run = Pass(settings, ledger, conn, attached.server_version, noted.warn, noted)

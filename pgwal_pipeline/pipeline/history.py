@@ -12,6 +12,7 @@ from pgwal_pipeline.decode.batch import Decoder
 from pgwal_pipeline.errors import SlotLost
 from pgwal_pipeline.lake.ledger import Ledger, Window
 from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.postgres.standbys import HeldBack
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.xid import TransactionMark
 
@@ -45,10 +46,10 @@ def _noted(window: Window) -> bool:
     return window.state == "complete" and (window.transactions == 0 or bool(window.marks))
 
 
-def require_same(stream: ReplicationStream, start_lsn: int, frontier: int, expected: Sequence[TransactionMark]) -> None:
+def require_same(stream: ReplicationStream, start_lsn: int, frontier: int, expected: Sequence[TransactionMark], held: HeldBack) -> None:
     """Read from `start_lsn`, where `stream` begins, to the frontier, and see that just the transactions `expected` come.
 
-    Raises SlotLost where others come, or some do not.
+    Raises SlotLost where others come, or some do not, SourceUnavailable where standbys hold the slot back (`held`).
     """
     decoder = Decoder(lambda _: None, start_lsn, frontier)
     found: list[TransactionMark] = []
@@ -61,8 +62,11 @@ def require_same(stream: ReplicationStream, start_lsn: int, frontier: int, expec
         position = max(position, stream.server_position, decoded.last_commit_end_lsn or 0)
         if decoded.passed_end or (not decoded.in_transaction and position >= frontier) or count > len(expected):
             break
-        if not messages:
+        if messages:
+            held.moved()
+        else:
             stream.request_reply()
+            held.stands()
     if count != len(expected) or tuple(found) != tuple(expected):
         raise SlotLost(
             f"The source was set back to an older copy of itself, and has gone on from there: slot {stream.slot} stands before "

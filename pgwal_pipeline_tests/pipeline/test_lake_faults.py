@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow.parquet as pq
 import pytest
 
 from pgwal_pipeline.errors import LakeError, PgwalError, TableError
@@ -40,9 +41,9 @@ def confirmed(pipeline: Pipeline) -> int:
     )
 
 
-def raw_ids(pipeline: Pipeline) -> list[int]:
+def raw_ids(pipeline: Pipeline, table: str = "t") -> list[int]:
     """The ids of raw's rows, in no order, as they are read without the pipeline."""
-    return sorted(pl.read_delta(pipeline.lake.raw(TableName("public", "t")))["id"].to_list())
+    return sorted(pl.read_delta(pipeline.lake.raw(TableName("public", table)))["id"].to_list())
 
 
 @pytest.fixture
@@ -132,8 +133,12 @@ def _garble(path: Path) -> None:
 
 
 def _turn_a_bit(path: Path) -> None:
+    """In a value of the largest column: what stands between the pages has no checksum."""
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    column = max((group.column(number) for number in range(group.num_columns)), key=lambda column: column.total_compressed_size)
+    begin = column.data_page_offset if column.dictionary_page_offset is None else column.dictionary_page_offset
     octets = bytearray(path.read_bytes())
-    octets[len(octets) // 2] ^= 4
+    octets[begin + column.total_compressed_size - 2] ^= 4
     path.write_bytes(octets)
 
 
@@ -146,9 +151,32 @@ DAMAGED = [
     ("_pgwal/windows", "*.parquet", Path.unlink),
     ("_pgwal/tables", "*.parquet", _cut),
     ("_pgwal/source", "*.parquet", _cut),
-    ("raw/public/t", "_delta_log/*.json", _garble),
-    ("raw/public/t", "_delta_log/*.json", _cut),
+    ("_pgwal/source", "*.parquet", _turn_a_bit),
 ]
+
+
+@pytest.mark.parametrize("damage", [_garble, _cut])
+def test_a_damaged_raw_table_costs_that_table_alone(stream: Pipeline, damage: Callable[[Path], object]) -> None:
+    """The drain goes on without it, for the others' sake; its changes from there on are a gap."""
+    source = stream.source
+    source.sql("CREATE TABLE sound (id int PRIMARY KEY)")
+    stream.drain()
+    source.sql("INSERT INTO sound VALUES (1)")
+    source.sql("INSERT INTO t VALUES (5000, 'x')")
+    folder = Path(stream.settings.lake) / "raw/public/t"
+    damage(_newest(folder, "_delta_log/*.json"))
+    for _ in range(2):
+        stream.drain()
+    frontier = stream.ledger.frontier()
+    assert confirmed(stream) == frontier
+    state = stream.ledger.tables()[TableName("public", "t")]
+    assert (state.state, state.stage) == ("error", "write")
+    reason = state.reason or ""
+    assert str(folder) in reason
+    assert "restore it from a copy of the lake" in reason
+    assert "pgwal resnapshot 'public.t'" in reason
+    assert "\n" not in reason and "\x1b" not in reason
+    assert raw_ids(stream, "sound") == [1]
 
 
 @pytest.mark.parametrize(("folder", "pattern", "damage"), DAMAGED)
