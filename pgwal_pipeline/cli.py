@@ -300,8 +300,9 @@ def verify(tables: tuple[str, ...], as_json: bool) -> None:
     different = [name for name, table in answer["tables"].items() if not table["equal"]]
     if different:
         _fail(f"{', '.join(different)} differ from the source; `pgwal resnapshot` reads them again.", 1)
-    if errors and not tables:
-        _fail(f"{', '.join(errors)} could not be compared, the other tables were: {' '.join(errors.values())}", 1)
+    failed = {name: reason for name, reason in errors.items() if names is None or name in map(str, names)}
+    if failed:
+        _fail(f"{', '.join(failed)} could not be compared, the other tables were: {' '.join(failed.values())}", 1)
 
 
 @main.command("as-of")

@@ -140,6 +140,11 @@ def build_verify(source: CdcSource) -> dg.AssetChecksDefinition | dg.OpDefinitio
         for table, comparison in report.tables.items():
             if _check_key(source, table) in selected:
                 yield _result(source, table, report, comparison)
+        for table, reason in report.errors.items():
+            if _check_key(source, table) in selected:
+                yield dg.AssetCheckResult(
+                    asset_key=source.names.current(table), check_name=EQUALS_SOURCE_CHECK, passed=False, description=reason
+                )
 
     if not given:
         return verify_current
@@ -169,6 +174,7 @@ def _verify(context: StepContext, source: CdcSource, tables: list[TableName] | N
         report_windows(context, source, report.drain)
     if report.publish is not None:
         part |= {name: value for name, value in publish_json(report.publish).items() if name in ("publish", "errors")}
+    part["errors"] = {**part.get("errors", {}), **{str(table): reason for table, reason in report.errors.items()}}
     numbers = {
         "compared_tables": len(report.tables),
         "compared_rows": sum(comparison.rows for comparison in report.tables.values()),

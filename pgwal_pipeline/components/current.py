@@ -1,6 +1,7 @@
 """The publish as assets: one step brings every current table to one position, in one Spark session."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import dagster as dg
@@ -9,6 +10,7 @@ from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import FOLLOWED_CHECK
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, op_safe, session_of, slot_of
+from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish, publish_json
 from pgwal_pipeline.relation import TableName
@@ -136,7 +138,8 @@ def _metadata(report: PublishReport, publish: TablePublish) -> dict[str, Any]:
 
     metadata: dict[str, Any] = {"pgwal/path": dg.MetadataValue.path(publish.path), _VERSION: publish.version}
     if publish.version is not None:
-        metadata["dagster/row_count"] = row_count(publish.path, publish.version)
+        with suppress(LakeError):  # damaged since; the next publish of the table says so
+            metadata["dagster/row_count"] = row_count(publish.path, publish.version)
     if publish.rows_changed is not None:
         metadata["pgwal/rows_changed"] = publish.rows_changed
     if report.lsn is not None:

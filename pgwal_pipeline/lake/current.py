@@ -148,9 +148,11 @@ def merge(spark: "SparkSession", request: MergeRequest) -> MergeResult:
         return MergeResult(version(request.current_path), 0)
     if mark != request.from_lsn:
         stands = "does not exist or was not made by this pipeline" if mark is None else f"stands at {format_lsn(mark)}"
-        raise LakeError(
+        moved = LakeError(
             f"{request.table}: its current table {stands}, not at {format_lsn(request.from_lsn)}; is another publish at work? Try again."
         )
+        moved.transient = mark is not None
+        raise moved
     changes = files.changes(request.raw_path, request.from_lsn, request.to_lsn)
     files.require(request.table, request.rows, {request.raw_path: changes})
     if changes is None:
@@ -363,10 +365,12 @@ def _reached(request: MergeRequest | ReplaceRequest) -> int:
     table = open_current(request.current_path)
     mark = None if table is None else table.transaction_version(FENCE)
     if table is None or mark != request.to_lsn:
-        raise LakeError(
+        lost = LakeError(
             f"{request.table}: another publish changed its current table at the same time, which stands at "
             f"{'nothing' if mark is None else format_lsn(mark)} instead of {format_lsn(request.to_lsn)}; try again."
         )
+        lost.transient = True
+        raise lost
     return table.version()
 
 

@@ -24,7 +24,7 @@ _STORE_SAYS = re.compile(r"<Code>([^<]*)</Code>\s*<Message>([^<]*)</Message>")
 _PASSING = re.compile(
     r"error sending request|operation timed out|Connection (refused|reset)|connection closed|InternalError|SlowDown|ServiceUnavailable"
     r"|AWS Error (INTERNAL_FAILURE|SLOW_DOWN|SERVICE_UNAVAILABLE|NETWORK_CONNECTION|REQUEST_TIMEOUT|THROTTLING)|status code 50[0234]"
-    r"|50[0234] (Internal|Bad Gateway|Service|Gateway)"
+    r"|50[0234] (Internal|Bad Gateway|Service|Gateway)|Status Code: 50[0234]|SocketTimeout|Unable to execute HTTP request"
 )
 _UNANSWERED = re.compile(r"error sending request|operation timed out")
 _FULL = re.compile(r"No space left on device|[Qq]uota exceeded|File too large")
@@ -209,7 +209,7 @@ def _lake_error(uri: str, error: Exception) -> LakeError:
         # delta-rs puts causes beneath one another, the innermost last, and details after a line's end
         said = ([part for part in (cause.strip() for cause in text.split("\u21b3")) if part] or [type(error).__name__])[-1]
     shown = _COLOUR.sub("", said).strip().splitlines()[0].rstrip(".")[:300]
-    transient = _PASSING.search(text) is not None
+    transient = passing(text)
     if _FULL.search(text):
         advice = "Make room there and run it again."
     elif transient:
@@ -221,6 +221,11 @@ def _lake_error(uri: str, error: Exception) -> LakeError:
     found = LakeError(f"The lake cannot be used at {uri}: {shown}. {advice}")
     found.transient = transient
     return found
+
+
+def passing(text: str) -> bool:
+    """Whether what a store or a library says of a failure is that it may succeed later."""
+    return _PASSING.search(text) is not None
 
 
 def side_by_side(function: Callable[[Item], Result], items: Sequence[Item], workers: int = 8) -> list[Result]:

@@ -23,6 +23,7 @@ STAGES = {
     "write": "its changes could not be written",
     "commit": "its changes could not be committed to raw",
     "read": "it could not be read from the source",
+    "look": "its current table could not be looked at",
     "merge": "its changes could not be merged",
     "replace": "its current table could not be made from the rows read",
     "compare": "it could not be compared with the source",

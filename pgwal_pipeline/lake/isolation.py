@@ -11,6 +11,7 @@ from pyspark.errors import PySparkException
 from pgwal_pipeline.errors import LakeError, TableError
 from pgwal_pipeline.lake import bag, fold
 from pgwal_pipeline.lake.columns import source_text
+from pgwal_pipeline.lake.delta import passing
 from pgwal_pipeline.lake.fold import Shape, Unresolved
 
 if TYPE_CHECKING:
@@ -86,16 +87,20 @@ def failures(what: str) -> Iterator[None]:
         yield
     except (PySparkException, Py4JError) as error:
         if "Concurrent" in type(error).__name__ or "DELTA_CONCURRENT" in str(error):
-            raise LakeError(
-                f"{what}: another writer changed its current table at the same time; nothing was changed here, try again."
-            ) from error
+            lost = LakeError(f"{what}: another writer changed its current table at the same time; nothing was changed here, try again.")
+            lost.transient = True
+            raise lost from error
         said = _said(error)
         if _UNREADABLE.search(said):
-            raise LakeError(
+            unread = LakeError(
                 f"{what}: Spark cannot read a file of the lake ({said}). If it is damaged or gone, restore it from a copy of the lake, or "
                 f"read the table again with `pgwal resnapshot`; if the store failed for now, run it again."
-            ) from error
-        raise LakeError(f"{what}: Spark failed ({said}); what it wrote above says more.") from error
+            )
+            unread.transient = passing(f"{error}\n{_trace(error)}")
+            raise unread from error
+        failed = LakeError(f"{what}: Spark failed ({said}); what it wrote above says more.")
+        failed.transient = passing(f"{error}\n{_trace(error)}")
+        raise failed from error
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 Only of what delta-rs writes: raw, the snapshots and the ledger. `current` is Spark's.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -12,7 +12,9 @@ import pyarrow.compute as pc
 from deltalake import DeltaTable, WriterProperties
 from deltalake.exceptions import CommitFailedError
 
+from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake.delta import ATTEMPTS, crowded, lake_errors, open_table
+from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake, stored
 from pgwal_pipeline.lake.ledger import LOGS, Ledger
 from pgwal_pipeline.lake.raw import PARTITION
@@ -34,11 +36,21 @@ class Pruned:
     files: int
 
 
-def prune_raw(lake: Lake, ledger: Ledger, older_than: datetime, published_lsn: int) -> Pruned:
+def raised(error: TableError) -> None:
+    """What becomes of a table that cannot be tidied up, unless it is told otherwise: its error is raised."""
+    raise error
+
+
+Refused = Callable[[TableError], None]
+"""What is told of a table that cannot be tidied up by its own fault; the others go on."""
+
+
+def prune_raw(lake: Lake, ledger: Ledger, older_than: datetime, published_lsn: int, refused: Refused = raised) -> Pruned:
     """Take the windows out of raw that were completed before `older_than`, end by `published_lsn` and that no table needs.
 
     `published_lsn` is where all of `current` stands. A table needs its changes until it is published from the snapshot in force, while
-    one is read, and while it is in error. The ledger's record comes first: what dies in between is done by the next call. Raises LakeError.
+    one is read. One in error holds up no other: its windows go too, and it has a gap then. The ledger's record comes first: what dies in
+    between is done by the next call. Raises LakeError.
     """
     waiting = {lake.raw(state.place) for state in ledger.tables().values() if _needs_raw(state)}
     keys = [
@@ -47,10 +59,35 @@ def prune_raw(lake: Lake, ledger: Ledger, older_than: datetime, published_lsn: i
         if _is_over(window, older_than, published_lsn) and waiting.isdisjoint(write.path for write in window.tables if write.rows)
     ]
     if keys:
+        _give_up_those_in_error(ledger, set(keys))
         ledger.prune_windows(keys)
     spans = [window for window in ledger.windows() if window.state == "pruned"]
-    files = sum(_drop_windows(lake, lake.raw(place), spans) for place in places(lake)) if spans else 0
+    files = _for_each(lake, places(lake), lambda place: _drop_windows(lake, lake.raw(place), spans), refused) if spans else 0
     return Pruned(tuple(keys), files)
+
+
+def _give_up_those_in_error(ledger: Ledger, keys: Collection[str]) -> None:
+    """Write down the gap of tables in error whose changes go with these windows: they have to be read again now."""
+    lost = {write.path for window in ledger.windows() if window.key in keys for write in window.tables if write.rows}
+    ledger.amend_tables(
+        lambda known: [
+            state.with_gap(state.stage or "merge", f"{state.reason} Raw has been pruned meanwhile, so that it has to be read again.", 0)
+            for state in known.values()
+            if state.state == "error" and not state.left_out and ledger.lake.raw(state.place) in lost
+        ]
+    )
+
+
+def _for_each(lake: Lake, places: Iterable[TableName], work: Callable[[TableName], int], refused: Refused) -> int:
+    """Do the same for each place, and add up what it gives; a table that fails by its own fault goes to `refused`."""
+    total = 0
+    for place in places:
+        try:
+            with table_work(lake, place, "maintain"):
+                total += work(place)
+        except TableError as error:
+            refused(error)
+    return total
 
 
 def _is_over(window: Window, older_than: datetime, published_lsn: int) -> bool:
@@ -63,7 +100,7 @@ def _is_over(window: Window, older_than: datetime, published_lsn: int) -> bool:
 
 
 def _needs_raw(state: TableState) -> bool:
-    if not state.followed:
+    if not state.followed or state.state == "error":
         return False
     return state.state != "ready" or state.reading is not None or state.generation != state.published
 
@@ -92,7 +129,7 @@ def _drop_windows(lake: Lake, uri: str, spans: Iterable[Window]) -> int:
     return dropped
 
 
-def forget(lake: Lake, ledger: Ledger, older_than: datetime) -> int:
+def forget(lake: Lake, ledger: Ledger, older_than: datetime, refused: Refused = raised) -> int:
     """Drop snapshot generations that no table goes by any more, and what the ledger has of them and of publishes from before `older_than`.
 
     The newest publish always stays, and so does what was written in the last day: no table names a snapshot yet that is just beginning.
@@ -100,47 +137,44 @@ def forget(lake: Lake, ledger: Ledger, older_than: datetime) -> int:
     """
     before = min(older_than, datetime.now(UTC) - _READERS)
     ledger.forget(older_than, before)
-    dropped = 0
-    # In this order: a reading is in the ledger before its first row is in the snapshot.
-    present = {place: generations(lake, place) for place in places(lake)}
-    states = ledger.tables().values()
-    named = {name for state in states for name in (state.generation, state.reading, state.published)}
-    for place, found in present.items():
+
+    def one(place: TableName) -> int:
+        # In this order: a reading is in the ledger before its first row is in the snapshot.
+        found = generations(lake, place)
+        named = {name for state in ledger.tables().values() for name in (state.generation, state.reading, state.published)}
         gone = found - ledger.generations(place) - named
         remove_generations(lake, place, gone)
-        dropped += len(gone)
-    return dropped
+        return len(gone)
+
+    return _for_each(lake, places(lake), one, refused)
 
 
-def compact(lake: Lake, places: Iterable[TableName]) -> int:
+def compact(lake: Lake, places: Iterable[TableName], refused: Refused = raised) -> int:
     """Join the small files of each partition of the raw and snapshot tables at `places`; returns how many files there are fewer.
 
     A partition that is being written to meanwhile is left for the next time. Raises LakeError.
     """
-    fewer = 0
-    for uri, partition in _partitioned(lake, places):
-        with lake_errors(uri):
-            table = open_table(lake, uri)
-            crowded_ones = [] if table is None else _with_small_files(table, partition)
-            if table is None or not crowded_ones:
-                continue
-            try:
-                done = table.optimize.compact(
-                    partition_filters=[(partition, "in", crowded_ones)],
-                    target_size=_FILE_BYTES,
-                    max_concurrent_tasks=1,
-                    writer_properties=WriterProperties(compression="ZSTD", compression_level=1),
-                )
-            except CommitFailedError:
-                continue
-            fewer += done["numFilesRemoved"] - done["numFilesAdded"]
-    return fewer
+    return _for_each(
+        lake, places, lambda place: _compact(lake, lake.raw(place), PARTITION) + _compact(lake, lake.snapshot(place), GENERATION), refused
+    )
 
 
-def _partitioned(lake: Lake, places: Iterable[TableName]) -> Iterator[tuple[str, str]]:
-    for place in places:
-        yield lake.raw(place), PARTITION
-        yield lake.snapshot(place), GENERATION
+def _compact(lake: Lake, uri: str, partition: str) -> int:
+    with lake_errors(uri):
+        table = open_table(lake, uri)
+        crowded_ones = [] if table is None else _with_small_files(table, partition)
+        if table is None or not crowded_ones:
+            return 0
+        try:
+            done = table.optimize.compact(
+                partition_filters=[(partition, "in", crowded_ones)],
+                target_size=_FILE_BYTES,
+                max_concurrent_tasks=1,
+                writer_properties=WriterProperties(compression="ZSTD", compression_level=1),
+            )
+        except CommitFailedError:
+            return 0
+        return done["numFilesRemoved"] - done["numFilesAdded"]
 
 
 def places(lake: Lake) -> list[TableName]:
@@ -157,25 +191,26 @@ def _with_small_files(table: DeltaTable, partition: str) -> list[str]:
     return sorted(row[f"partition.{partition}"] for row in counts if row["size_bytes_count"] > 1)
 
 
-def vacuum(lake: Lake, ledger: Ledger, readers: timedelta = _READERS, writers: timedelta = _WRITERS) -> int:
+def vacuum(lake: Lake, ledger: Ledger, readers: timedelta = _READERS, writers: timedelta = _WRITERS, refused: Refused = raised) -> int:
     """Remove the files of raw, snapshots and ledger that no version needs; returns how many.
 
     Those taken out of a table go once they have been out for longer than `readers`. Those that never were in one, left behind by a process
     that died, go when they are older than `writers`; while a window is prepared or read ahead none does, since it may name them.
     Raises LakeError.
     """
-    logs = [lake.ledger(name) for name in LOGS]
-    data = [uri for uri, _ in _partitioned(lake, places(lake))]
-    removed = 0
-    for uri in [*data, *logs]:
+
+    def one(uri: str) -> int:
         with lake_errors(uri):
             table = open_table(lake, uri)
             if table is None:
-                continue
-            removed += len(_vacuum(table, readers, full=False))
+                return 0
+            removed = len(_vacuum(table, readers, full=False))
             if not ledger.prepared() and ledger.plan() is None:
                 removed += len(_vacuum(table, writers, full=True))
-    return removed
+            return removed
+
+    data = _for_each(lake, places(lake), lambda place: one(lake.raw(place)) + one(lake.snapshot(place)), refused)
+    return data + sum(one(lake.ledger(name)) for name in LOGS)
 
 
 def _vacuum(table: DeltaTable, age: timedelta, *, full: bool) -> list[str]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from pgwal_pipeline.errors import PgwalError, SlotBusy
+from pgwal_pipeline.errors import LakeError, PgwalError, SlotBusy, TableError
 from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake import maintenance as lakes
+from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.pipeline.publish import alone
@@ -48,8 +49,8 @@ class MaintenanceReport:
 def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *, progress: Progress) -> MaintenanceReport:
     """Prune raw windows that are older than PGWAL_RAW_RETENTION, published, and needed by no table; then tidy up every table's files.
 
-    Versions of `current` can be read for as long as raw is kept, and for a day at least. A `current` table that cannot be tidied up now is
-    warned of and left. Not to be run beside a publish. Raises LakeError.
+    Versions of `current` can be read for as long as raw is kept, and for a day at least. A table that cannot be tidied up now is warned of
+    and left. Not to be run beside a publish. Raises LakeError.
     """
     lake = Lake(settings.lake)
     ledger = Ledger(lake)
@@ -57,18 +58,24 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
     retained_from = datetime.now(UTC) - timedelta(seconds=settings.raw_retention)
     publish = ledger.publish()
     seconds: dict[str, float] = {}
+    failed: dict[str, None] = {}
+
+    def refused(error: TableError) -> None:
+        if str(error) not in failed:
+            failed[str(error)] = None
+            progress.warn(str(error))
 
     started = time.perf_counter()
-    pruned = lakes.Pruned((), 0) if publish is None else lakes.prune_raw(lake, ledger, retained_from, publish.lsn)
-    lakes.forget(lake, ledger, datetime.now(UTC) - history)
+    pruned = lakes.Pruned((), 0) if publish is None else lakes.prune_raw(lake, ledger, retained_from, publish.lsn, refused)
+    lakes.forget(lake, ledger, datetime.now(UTC) - history, refused)
     seconds["pruned"] = time.perf_counter() - started
     progress.say(f"Pruned {len(pruned.keys)} windows.")
 
     started = time.perf_counter()
-    joined = lakes.compact(lake, lakes.places(lake))
+    joined = lakes.compact(lake, lakes.places(lake), refused)
     seconds["joined"] = time.perf_counter() - started
     started = time.perf_counter()
-    removed = lakes.vacuum(lake, ledger)
+    removed = lakes.vacuum(lake, ledger, refused=refused)
     seconds["removed"] = time.perf_counter() - started
     progress.say(f"There are {joined} files fewer after joining small ones; {removed} that nothing needs any more are removed.")
 
@@ -81,7 +88,7 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
         oldest_key=min(kept, default=None),
         files={"pruned": pruned.files, "joined": joined, "removed": removed},
         optimized=optimized,
-        warnings=tuple(warnings),
+        warnings=(*failed, *warnings),
         seconds=seconds,
     )
 
@@ -98,10 +105,12 @@ def _tidy_alone(
             publish = ledger.publish()
             assert publish is not None
             paths = sorted(pointer.path for pointer in publish.tables.values())
-            newest = {path: current.version(path) for path in paths}
-            done = _tidy_current(spark_factory(), paths, history, progress)
+            newest = {path: _newest(path) for path in paths}
+            done = _tidy_current(ledger.lake, spark_factory(), paths, history, progress)
             tidied = {
-                table: replace(pointer, version=current.version(pointer.path)) if newest[pointer.path] == pointer.version else pointer
+                table: replace(pointer, version=after)
+                if newest[pointer.path] == pointer.version and (after := _newest(pointer.path)) is not None
+                else pointer
                 for table, pointer in publish.tables.items()
             }
             if tidied != publish.tables:
@@ -112,13 +121,22 @@ def _tidy_alone(
         return 0, [str(error)]
 
 
-def _tidy_current(spark: "SparkSession", paths: list[str], history: timedelta, progress: Progress) -> tuple[int, list[str]]:
+def _newest(path: str) -> int | None:
+    """The newest version of a `current` table; None for one that is damaged or gone."""
+    try:
+        return current.version(path)
+    except LakeError:
+        return None
+
+
+def _tidy_current(lake: Lake, spark: "SparkSession", paths: list[str], history: timedelta, progress: Progress) -> tuple[int, list[str]]:
     """Optimize and vacuum the `current` tables at `paths`; how many, and the sentences about those that it could not do now."""
     warnings = []
     for done, path in enumerate(paths, 1):
         try:
-            current.optimize(spark, path)
-            current.vacuum(spark, path, math.ceil(history.total_seconds() / 3600))
+            with table_work(lake, path, "maintain", answers=lambda: spark.sql("SELECT 1").collect()):
+                current.optimize(spark, path)
+                current.vacuum(spark, path, math.ceil(history.total_seconds() / 3600))
         except PgwalError as error:
             warnings.append(str(error))
             progress.warn(str(error))

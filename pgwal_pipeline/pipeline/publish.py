@@ -14,11 +14,13 @@ from pgwal_pipeline.decode.types import change_schema, copy_schema
 from pgwal_pipeline.errors import LakeError, SettingError, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake.current import MergeRequest, MergeResult, ReplaceRequest, Unresolved
+from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.fold import ChunkSnapshot, Traits
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, Publish, TablePointer, TableState, Window
 from pgwal_pipeline.lake.raw import TableWrite, ensure_raw_table
 from pgwal_pipeline.lake.schema import schema_json
+from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.progress import Progress
@@ -31,17 +33,27 @@ if TYPE_CHECKING:
 
 _SIDE_BY_SIDE = 4  # tables merged at once in one session
 _LOOKS = 16  # tables whose Delta log is looked at at once
+_TRIES = 4  # at a table that another writer or the store was in the way of
+_PAUSE = 0.5  # seconds before the second try, doubled for each one after it
 _TIMES_A_KEY = 3  # that a row is read again by its key before its table is given up
 _MANY = 20  # rows named by an error, which then may be of thousands
 
 
+MERGING = ("look", "merge", "replace")
+"""The stages of a publish: a table that failed in one is tried again by the next ones."""
+
+
 @dataclass(frozen=True)
 class _Work:
-    """What brings one table to the frontier. Nothing is to be done where `request` is None: it stands there already, at `pointer`."""
+    """What brings one table to the frontier. Nothing is to be done where `request` is None: it stands there already, at `pointer`.
+
+    With `fault` the look at the table failed, by its own fault.
+    """
 
     state: TableState
     pointer: TablePointer | None
     request: MergeRequest | ReplaceRequest | None
+    fault: TableError | None = None
 
 
 def publish(
@@ -53,9 +65,10 @@ def publish(
 ) -> PublishReport:
     """Merge what raw holds up to the frontier into `current`, and record the publish; with nothing to merge Spark is never started.
 
-    A table whose snapshot is not whole, or not yet passed by the frontier, is left out until it is. One that fails goes to state `error`
-    and the others are published. With `tables` only those are merged and nothing is recorded: every table of a publish stands at its LSN,
-    and the next whole publish takes them in. Raises SlotBusy when another publish is at work for longer than PGWAL_BUSY_TIMEOUT.
+    A table whose snapshot is not whole, or not yet passed by the frontier, is left out until it is. One that fails by its own fault goes to
+    state `error`, and the others are published; raw has its changes, so that it is tried again, after pauses that grow. With `tables` only
+    those are merged and nothing is recorded: every table of a publish stands at its LSN, and the next whole publish takes them in. Raises
+    SlotBusy when another publish is at work for longer than PGWAL_BUSY_TIMEOUT.
     """
     with alone(settings):
         return _publish(settings, spark_factory, tables, progress)
@@ -93,6 +106,7 @@ def _publish(
         spark = spark_factory()
         session_seconds = time.perf_counter() - opening
         outcomes = _merge_all(lake, spark, to_do, progress)
+    outcomes |= {work.state.table: work.fault for work in works if work.fault is not None}
     pointers, errors, warnings = _settle(ledger, works, outcomes)
     failpoints.hit("publish.before_record")
     if tables is None and (last is None or frontier > last.lsn or pointers != last.tables) and (pointers or last is not None):
@@ -109,8 +123,8 @@ def _publish(
 
 
 def _plan(lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> list[_Work]:
-    known = ledger.tables().values()
-    states = [state for state in known if state.state == "ready" and state.generation is not None and state.relation is not None]
+    known, now = ledger.tables().values(), datetime.now(UTC)
+    states = [state for state in known if may_be_merged(state, now) and state.relation is not None]
     published = last.tables if last is not None else {}
     # A table that the last publish left out may stand anywhere before it.
     from_last = all(state.generation == state.published and state.table in published for state in states)
@@ -120,6 +134,13 @@ def _plan(lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> li
         if window.state == "complete" and window.end_lsn <= frontier
     ]
 
+    def look(state: TableState) -> _Work | None:
+        try:
+            with table_work(lake, state.table, "look", oid=state.oid):
+                return work(state)
+        except TableError as error:
+            return _Work(state, None, None, error)
+
     def work(state: TableState) -> _Work | None:
         assert state.relation is not None
         whole = state.required_lsn is not None and state.required_lsn <= frontier
@@ -128,7 +149,13 @@ def _plan(lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> li
         return None if state.published is None else _merge_work(lake, state, state.relation, windows, frontier)
 
     with ThreadPoolExecutor(_LOOKS, "pgwal-look") as pool:
-        return [found for found in pool.map(work, states) if found is not None]
+        return [found for found in pool.map(look, states) if found is not None]
+
+
+def may_be_merged(state: TableState, now: datetime) -> bool:
+    """Whether a publish takes a table in: it has been read whole, and does not wait after a merge that failed."""
+    failed = state.state == "error" and state.stage in MERGING and state.due(now)
+    return state.generation is not None and (state.state == "ready" or failed)
 
 
 def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list[Window], frontier: int) -> _Work:
@@ -156,7 +183,7 @@ def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list
         to_lsn=frontier,
         traits=_traits(writes),
         schema_json=schema_json(copy_schema(relation)),
-        rows=sum(write.rows for write in writes),
+        rows=_counted(writes, state, fresh),
     )
     return _Work(state, pointer, request)
 
@@ -187,7 +214,7 @@ def _replace_request(
         to_lsn=frontier,
         traits=_traits(writes),
         schema_json=schema_json(copy_schema(relation)),
-        rows=sum(chunk.rows for chunk in chunks) + sum(write.rows for write in writes),
+        rows=sum(chunk.rows for chunk in chunks) + _counted(writes, state, windows),
         keep=state.dropped,
     )
 
@@ -206,6 +233,14 @@ def _writes(lake: Lake, state: TableState, windows: Iterable[Window]) -> list[Ta
     return [write for window in windows for write in window.tables if write.path == path and write.rows]
 
 
+def _counted(writes: Sequence[TableWrite], state: TableState, windows: Iterable[Window]) -> int:
+    """How many of the rows must be in raw: a raw table that was made anew, or left out, lacks those of windows from before."""
+    if not state.raw_from:
+        return sum(write.rows for write in writes)
+    since = {id(write) for window in windows if window.start_lsn >= state.raw_from for write in window.tables}
+    return sum(write.rows for write in writes if id(write) in since)
+
+
 def _traits(writes: Sequence[TableWrite]) -> Traits:
     return Traits(
         truncated=any(write.truncates for write in writes),
@@ -218,17 +253,19 @@ def _merge_all(lake: Lake, spark: "SparkSession", works: list[_Work], progress: 
     outcomes: dict[TableName, MergeResult | TableError] = {}
 
     def one(work: _Work) -> tuple[TableName, MergeResult | TableError]:
-        request = work.request
-        try:
-            if isinstance(request, ReplaceRequest):
-                return work.state.table, current.replace(spark, request)
-            assert request is not None
-            if not request.rows:  # a column that no row has yet
-                assert work.state.relation is not None
-                ensure_raw_table(lake, work.state.place, change_schema(work.state.relation))
-            return work.state.table, current.merge(spark, request)
-        except TableError as error:
-            return work.state.table, error
+        stage = "replace" if isinstance(work.request, ReplaceRequest) else "merge"
+        for attempt in range(_TRIES):
+            try:
+                with table_work(lake, work.state.table, stage, oid=work.state.oid, answers=lambda: spark.sql("SELECT 1").collect()):
+                    return work.state.table, _carried_out(lake, spark, work)
+            except TableError as error:
+                return work.state.table, error
+            except LakeError as error:
+                # Another's commit, or a store that failed for the moment; the fence keeps what was done from being done twice.
+                if not error.transient or attempt == _TRIES - 1:
+                    raise
+                time.sleep(_PAUSE * 2**attempt)
+        raise AssertionError("the last attempt returns or raises")
 
     with ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(works)), "pgwal-merge") as pool:
         for table, outcome in pool.map(one, works):
@@ -236,6 +273,17 @@ def _merge_all(lake: Lake, spark: "SparkSession", works: list[_Work], progress: 
             progress.stage("publish", len(outcomes), len(works), "tables")
             failpoints.hit("publish.between_tables")
     return outcomes
+
+
+def _carried_out(lake: Lake, spark: "SparkSession", work: _Work) -> MergeResult:
+    request = work.request
+    if isinstance(request, ReplaceRequest):
+        return current.replace(spark, request)
+    assert request is not None
+    if not request.rows:  # a column that no row has yet
+        assert work.state.relation is not None
+        ensure_raw_table(lake, work.state.place, change_schema(work.state.relation))
+    return current.merge(spark, request)
 
 
 def _settle(
@@ -257,14 +305,18 @@ def _settle(
             warnings.append(f"Table {state.table}: {again.reason}.")
             changed[state.place] = state, again
         elif isinstance(outcome, TableError):
-            errors[state.table] = str(outcome)
-            changed[state.place] = state, replace(state, state="error", reason=str(outcome))
+            failed = state.failed(outcome.stage or "merge", _reason(state, work, outcome), datetime.now(UTC))
+            errors[state.table] = failed.reason or ""
+            changed[state.place] = state, failed
         elif outcome is not None and work.request is not None:
             pointers[state.table] = TablePointer(work.request.current_path, outcome.version)
-            if isinstance(work.request, ReplaceRequest):
-                changed[state.place] = state, replace(state, published=state.generation)
+            if isinstance(work.request, ReplaceRequest) or state.state == "error":
+                published = state.generation if isinstance(work.request, ReplaceRequest) else state.published
+                changed[state.place] = state, replace(state.mended(), state="ready", published=published, rereads=0)
         elif work.pointer is not None:
             pointers[state.table] = work.pointer
+            if state.state == "error":
+                changed[state.place] = state, replace(state.mended(), state="ready")
     if changed:
         # By their places: a drain beside may have met another name of a table.
         ledger.amend_tables(lambda known: [_settled(state, *changed[state.place]) for state in known.values() if state.place in changed])
@@ -301,6 +353,16 @@ def _to_be_read_again(ledger: Ledger, state: TableState, outcome: MergeResult | 
     return replace(state, state=visible, generation=None, reading=state.generation, reason=reason)
 
 
+def _reason(state: TableState, work: _Work, error: TableError) -> str:
+    """Why a table is not published: the error's sentence, what failed and where the table stands, and the way back."""
+    request = work.request
+    at = f"at {format_lsn(request.to_lsn)}" if request is not None else "at the frontier"
+    back = f"`pgwal resnapshot '{state.table}'`"
+    way = "" if back in str(error) else f" {back} reads it again."
+    stage = error.stage or "merge"
+    return f"{error} (at {stage}, {at}; its changes are in raw, and each publish tries it again, after pauses that grow.){way}"
+
+
 def _in_error(ledger: Ledger) -> dict[TableName, TablePublish]:
     """The tables that cannot be followed, now or since an earlier run, with the reason."""
     return {
@@ -315,13 +377,17 @@ def _settled(known: TableState, planned: TableState, outcome: TableState) -> Tab
 
     Where a drain has had the table read again since, what the publish found out is of rows that do not count any more.
     """
-    if known.generation != planned.generation:
+    if known.generation != planned.generation or known.left_out:
         return known
     if outcome.state == "error":
-        return replace(known, state="error", reason=outcome.reason)
+        return replace(
+            known, state="error", stage=outcome.stage, reason=outcome.reason, failures=outcome.failures, retry_at=outcome.retry_at
+        )
     if outcome.generation is None:
         return replace(known, state=outcome.state, reason=outcome.reason, generation=None, reading=outcome.reading)
-    return replace(known, published=outcome.published)
+    if known.state == "error":
+        known = replace(known.mended(), state="ready")
+    return replace(known, published=outcome.published, rereads=0)
 
 
 def _table_reports(

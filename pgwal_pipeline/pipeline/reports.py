@@ -228,13 +228,17 @@ class TableComparison:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Source and `current` compared at `lsn`. `drain` and `publish` are what had to be done to bring `current` there."""
+    """Source and `current` compared at `lsn`. `drain` and `publish` are what had to be done to bring `current` there.
+
+    `errors` says of tables that could not be compared why.
+    """
 
     lsn: int
     equal: bool
     tables: Mapping[TableName, TableComparison]
     drain: DrainReport | None = None
     publish: PublishReport | None = None
+    errors: Mapping[TableName, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as `--json` shows it."""

@@ -1,5 +1,6 @@
 """What stands where: the slot, the lake's frontier, the last publish and every table's state. Nothing is changed by looking."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from pgwal_pipeline.errors import PgwalError
@@ -7,6 +8,7 @@ from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Publish, TableState
 from pgwal_pipeline.lsn import format_lsn, window_key
+from pgwal_pipeline.pipeline.publish import may_be_merged
 from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePublish
 from pgwal_pipeline.postgres import catalog, copies, slot
 from pgwal_pipeline.postgres.dsn import connect
@@ -41,12 +43,17 @@ def lag(settings: Settings) -> LagReading:
 def publish_due(ledger: Ledger) -> bool:
     """Whether a publish would bring something: changes past the newest one, or a table that has been read whole and may join it.
 
+    So does a table whose merge failed, once it may be tried again.
+
     Before the first publish changes alone are nothing that could be published.
     """
     frontier = ledger.frontier()
     if frontier is None:
         return False
-    ready = [state for state in ledger.tables().values() if state.state == "ready" and state.generation is not None]
+    states, now = ledger.tables().values(), datetime.now(UTC)
+    if any(state.state == "error" and may_be_merged(state, now) for state in states):
+        return True
+    ready = [state for state in states if state.state == "ready" and state.generation is not None]
     if any(state.generation != state.published and (state.required_lsn or 0) <= frontier for state in ready):
         return True
     publish = ledger.publish()
@@ -68,6 +75,7 @@ def status(settings: Settings) -> dict[str, Any]:
     frontier = ledger.frontier()
     publish = ledger.publish()
     versions = {pointer.path: pointer.version for pointer in publish.tables.values()} if publish is not None else {}
+    counts = {path: _rows(path, version) for path, version in versions.items()}
     return {
         "slot": _slot(settings),
         "frontier": None if frontier is None else format_lsn(frontier),
@@ -76,15 +84,23 @@ def status(settings: Settings) -> dict[str, Any]:
         "tables": {
             str(table): {
                 "state": _shown(state),
-                "reason": _reason(state),
+                "reason": _reason(state) or counts.get(lake.current(state.place), (None, None))[1],
                 "raw_path": lake.raw(state.place),
                 "current_path": (path := lake.current(state.place)),
                 "key": list(state.key) if state.relation is not None else None,
-                "rows": current.row_count(path, versions[path]) if path in versions else None,
+                "rows": counts.get(path, (None, None))[0],
             }
             for table, state in sorted(ledger.tables().items())
         },
     }
+
+
+def _rows(path: str, version: int) -> tuple[int | None, str | None]:
+    """The rows of a `current` table, or why they cannot be counted."""
+    try:
+        return current.row_count(path, version), None
+    except PgwalError as error:
+        return None, str(error)
 
 
 def _under_way(settings: Settings, ledger: Ledger) -> list[dict[str, Any]]:

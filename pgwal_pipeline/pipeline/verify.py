@@ -2,7 +2,7 @@
 
 import secrets
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +10,9 @@ import psycopg
 import pyarrow as pa
 
 from pgwal_pipeline.decode.copy import copy_schema
-from pgwal_pipeline.errors import SourceRefused, SourceUnavailable
+from pgwal_pipeline.errors import SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.lake import compare
+from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.pipeline.drain import drain
 from pgwal_pipeline.pipeline.publish import publish
@@ -41,7 +42,8 @@ def verify(
     A temporary slot gives that pair: the transactions with a commit LSN below its consistent point are just those that its exported
     snapshot sees. Making it waits for the transactions that are open, PGWAL_BLOCKED_TIMEOUT at most. Without `tables` all are compared that
     are published; the report's `publish` names those in error. Raises SourceRefused for one of `tables` that is not followed, or where none
-    is published, SourceUnavailable for one that was truncated or rewritten meanwhile.
+    is published, SourceUnavailable for one that was truncated or rewritten meanwhile. One that cannot be compared by its own fault is in
+    `errors`, and the others are compared.
     """
     lake = Lake(settings.lake)
     with connect(settings.dsn) as conn:
@@ -55,35 +57,57 @@ def verify(
         names = sorted(table for table, found in published.tables.items() if found.version is not None) if tables is None else list(tables)
         if sources and not names:
             raise SourceRefused("No table has a published current to compare with yet; run `pgwal sync` first.")
-        comparisons = {}
+        comparisons, errors = {}, {}
         for done, name in enumerate(names):
             pointer, source = published.tables.get(name), sources.get(name)
             if pointer is None or pointer.version is None or source is None:
                 raise SourceRefused(f"Table {name} has no published current to compare with; `pgwal status` says where it stands.")
             progress.stage("verify", done, len(names), "tables")
-            relation = source.relation
-            expected = _copy_source(settings, lake, source, exported)
             try:
-                # TRUNCATE and rewriting DDL are not MVCC-safe: an older snapshot finds such a table empty.
-                with connect(settings.dsn) as conn:
-                    now = _files(conn, settings.publication, [relation.oid])
-                if now.get(relation.oid) != files.get(relation.oid):
-                    raise SourceUnavailable(f"Table {name} was truncated or rewritten while it was compared; run the comparison again.")
-                result = compare.compare(
-                    spark_factory(), expected, pointer.path, pointer.version, key=relation.key, columns=relation.column_names
-                )
-            finally:
-                compare.remove(expected)
-            comparisons[name] = TableComparison(
-                equal=not (result.missing or result.extra or result.different),
-                rows=result.rows,
-                missing=result.missing,
-                extra=result.extra,
-                different=result.different,
-            )
+                with table_work(lake, name, "compare", oid=source.relation.oid, answers=lambda: spark_factory().sql("SELECT 1").collect()):
+                    comparisons[name] = _compared(settings, lake, source, exported, files, spark_factory, pointer.path, pointer.version)
+            except TableError as error:
+                errors[name] = f"Table {name} could not be compared: {error} `pgwal resnapshot '{name}'` reads it again."
+                progress.warn(errors[name])
         progress.stage("verify", len(names), len(names), "tables")
     return VerifyReport(
-        lsn=lsn, equal=all(comparison.equal for comparison in comparisons.values()), tables=comparisons, drain=drained, publish=published
+        lsn=lsn,
+        equal=all(comparison.equal for comparison in comparisons.values()),
+        tables=comparisons,
+        drain=drained,
+        publish=published,
+        errors=errors,
+    )
+
+
+def _compared(
+    settings: Settings,
+    lake: Lake,
+    source: PublishedTable,
+    exported: str,
+    files: Mapping[int, frozenset[tuple[int, int]]],
+    spark_factory: Callable[[], "SparkSession"],
+    path: str,
+    version: int,
+) -> TableComparison:
+    """One table of the source, as the exported snapshot shows it, against a version of its `current`."""
+    relation = source.relation
+    expected = _copy_source(settings, lake, source, exported)
+    try:
+        # TRUNCATE and rewriting DDL are not MVCC-safe: an older snapshot finds such a table empty.
+        with connect(settings.dsn) as conn:
+            now = _files(conn, settings.publication, [relation.oid])
+        if now.get(relation.oid) != files.get(relation.oid):
+            raise SourceUnavailable(f"Table {relation.table} was truncated or rewritten while it was compared; run the comparison again.")
+        result = compare.compare(spark_factory(), expected, path, version, key=relation.key, columns=relation.column_names)
+    finally:
+        compare.remove(expected)
+    return TableComparison(
+        equal=not (result.missing or result.extra or result.different),
+        rows=result.rows,
+        missing=result.missing,
+        extra=result.extra,
+        different=result.different,
     )
 
 

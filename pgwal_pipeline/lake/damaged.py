@@ -1,0 +1,93 @@
+"""What stands where a table's Delta tables should: judged before the table is read again, and set aside where it cannot be used.
+
+Nothing is deleted: it goes to `<lake>/_pgwal/damaged/<layer>/<schema>/<table>/<UTC time>`, for whoever wants to look at it.
+"""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+from deltalake import DeltaTable
+
+from pgwal_pipeline.errors import LakeError
+from pgwal_pipeline.lake.delta import lake_errors, open_table
+from pgwal_pipeline.lake.layout import Lake, Layer, filesystem, remove_file
+from pgwal_pipeline.lake.raw import PARTITION
+from pgwal_pipeline.lake.snapshots import GENERATION as SNAPSHOT_GENERATION
+from pgwal_pipeline.lake.standing import FENCE
+from pgwal_pipeline.relation import TableName
+
+
+def heal(lake: Lake, place: TableName) -> dict[Layer, str]:
+    """Make sure that a table can be read again: set aside what cannot be used of raw, snapshot and `current`; where it went, by layer.
+
+    A raw or snapshot table that only lacks files goes on without them. Raises LakeError where the lake cannot be written.
+    """
+    moved: dict[Layer, str] = {}
+    checks: dict[Layer, Callable[[DeltaTable], bool]] = {
+        "raw": lambda table: PARTITION in table.metadata().partition_columns,
+        "snapshot": lambda table: SNAPSHOT_GENERATION in table.metadata().partition_columns,
+        "current": lambda table: table.transaction_version(FENCE) is not None,
+    }
+    for layer, is_ours in checks.items():
+        path = lake.layer_path(layer, place)
+        if not _usable(lake, layer, path, is_ours):
+            moved[layer] = _set_aside(lake, path)
+    return moved
+
+
+def _usable(lake: Lake, layer: Layer, path: str, is_ours: Callable[[DeltaTable], bool]) -> bool:
+    """Whether the Delta table at `path` can be gone on with, or there is nothing in the way of a new one."""
+    uri = lake.absolute(path)
+    with lake_errors(uri):
+        kind = filesystem(lake.uri).get_file_info(path).type
+        if kind == pafs.FileType.NotFound:
+            return True
+        if kind == pafs.FileType.File:
+            return False
+    try:
+        table = open_table(lake, uri)
+        if table is None:  # a folder without a log: nothing of it can be read as a table
+            return not filesystem(lake.uri).get_file_info(pafs.FileSelector(path, allow_not_found=True))
+        if not is_ours(table):
+            return False
+        if layer != "current":  # which is replaced as a whole
+            _forget_what_is_gone(lake, path, table)
+    except LakeError as error:
+        if error.transient:
+            raise
+        return False
+    return True
+
+
+def _forget_what_is_gone(lake: Lake, path: str, table: DeltaTable) -> None:
+    """Take files that are gone, or are not of the size that the log says, out of a table, so that the rest of it can be read."""
+    named = pa.table(table.get_add_actions(flatten=True)).select(["path", "size_bytes"])
+    names, sizes = named["path"].to_pylist(), named["size_bytes"].to_pylist()
+    if not names:
+        return
+    with lake_errors(lake.absolute(path)):
+        infos = filesystem(lake.uri).get_file_info([f"{path}/{name}" for name in names])
+        wrong = [info for info, size in zip(infos, sizes, strict=True) if info.type != pafs.FileType.File or info.size != size]
+        for info in wrong:
+            if info.type == pafs.FileType.File:
+                remove_file(lake.uri, info.path)
+        if wrong:
+            table.repair()
+
+
+def _set_aside(lake: Lake, path: str) -> str:
+    """Move what stands at `path` away; where it is then."""
+    target = f"_pgwal/damaged/{path}/{datetime.now(UTC):%Y%m%dT%H%M%S%f}"
+    store = filesystem(lake.uri)
+    with lake_errors(lake.absolute(path)):
+        if lake.is_local:
+            store.create_dir(target.rsplit("/", 1)[0], recursive=True)
+            store.move(path, target)
+            return lake.absolute(target)
+        for info in store.get_file_info(pafs.FileSelector(path, recursive=True)):
+            if info.type == pafs.FileType.File:
+                store.copy_file(info.path, f"{target}/{info.path.removeprefix(path + '/')}")
+                remove_file(lake.uri, info.path)
+    return lake.absolute(target)
