@@ -112,7 +112,7 @@ class _Pace:
         self._lock = threading.Lock()
 
     def text(self, name: str, done: int, total: int | None, unit: str) -> str:
-        """`, 310,000 rows/s, 12 s left`; empty where nothing can be said yet."""
+        """`, 310,000 rows/s, 12 s left`, below one a second `, 3.5 s each, …`; empty where nothing can be said yet."""
         now = time.monotonic()
         with self._lock:
             began, first = self._began.setdefault(name, (now, done))
@@ -123,7 +123,10 @@ class _Pace:
             return ""
         rate = came / elapsed
         left = f", {duration((total - done) / rate)} left" if total is not None and total > done else ""
-        speed = size(round(rate)) if unit.split(" ")[0] == "bytes" else f"{rate:,.0f} {unit.split(' ')[0]}"
+        what = unit.split(" ")[0]
+        if what != "bytes" and rate < 1:
+            return f", {1 / rate:.1f} s each{left}"
+        speed = size(round(rate)) if what == "bytes" else f"{rate:,.0f} {what}"
         return f", {speed}/s{left}"
 
 

@@ -4,7 +4,6 @@ import contextvars
 import logging
 import os
 import time
-import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,7 @@ from yaml import YAMLError
 from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import REPORT
 from pgwal_pipeline.components.processes import process_tags
-from pgwal_pipeline.errors import PgwalError, SettingError, SlotBusy, SourceUnavailable
+from pgwal_pipeline.errors import BlockedByTransaction, PgwalError, SettingError, SlotBusy, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lsn import window_key
@@ -34,6 +33,7 @@ _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 _ROUNDS = 3
 _LOOK_EVERY = 1.0  # seconds between looks at the lag while a snapshot is read
 _LOOK_AGAIN = 10.0  # the same, after one that failed
+_TRIES = 10  # of a drain beside a snapshot that fails for the moment, one after another
 _CONFIGURED = {"snapshot": "take_snapshots", "verify": "verify_current"}
 
 Part = Mapping[str, Any]
@@ -41,7 +41,11 @@ Part = Mapping[str, Any]
 
 def dagster_home() -> Path:
     """Dagster's instance folder, made if it is missing: DAGSTER_HOME, or `.dagster` in the working directory."""
-    home = Path(os.environ.get("DAGSTER_HOME") or ".dagster").absolute()
+    given = os.environ.get("DAGSTER_HOME") or ".dagster"
+    try:
+        home = Path(given).expanduser().absolute()
+    except RuntimeError as error:
+        raise SettingError(f"DAGSTER_HOME takes a folder that can be written to, which {given} is not ({error}).") from None
     os.environ["DAGSTER_HOME"] = str(home)
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -54,17 +58,48 @@ def dagster_home() -> Path:
 
 
 def sync(settings: Settings) -> RunReport:
-    """The main job: bootstrap, snapshot what needs it while draining goes on, drain to the position read at the start, publish."""
-    with _jobs(settings) as run:
-        parts = [run.prepared]
-        # A drain may find that a table was altered, which is then read again; one that is altered all the time is left for later.
-        for _ in range(_ROUNDS):
-            if snapshots.needed(settings):
-                parts += [_read_again(settings), *_snapshot_beside_drains(settings, run, {})]
-            parts += _drain(settings, run, "sync")
-            if not snapshots.needed(settings) or RunReport.join(parts).unread:
-                break
-        return RunReport.join(parts)
+    """The main job: bootstrap, snapshot what needs it while draining goes on, drain to the position read at the start, publish.
+
+    A table that has to wait for old transactions is waited for when everything else has been published. While the source is away, what raw
+    has is published, before that is raised.
+    """
+    try:
+        with _jobs(settings) as run:
+            parts = [run.prepared, *_rounds(settings, run)]
+            return RunReport.join([*parts, *_what_waited(settings, run, parts)])
+    except SourceUnavailable as error:
+        if Ledger(Lake(settings.lake)).frontier() is None:
+            raise
+        published = publish(settings).publish
+        at = "" if published is None else f" What raw has is published, at {published['lsn']}."
+        raise SourceUnavailable(f"{error}{at}") from error
+
+
+def _rounds(settings: Settings, run: "_Runner") -> list[Part]:
+    """Snapshot, drain and publish; a drain may find that a table was altered, which is then read again.
+
+    One that is altered all the time is left for later, and so is one that waits for old transactions.
+    """
+    parts: list[Part] = []
+    for _ in range(_ROUNDS):
+        if snapshots.needed(settings):
+            parts += [_read_again(settings), *_snapshot_beside_drains(settings, run, {})]
+        parts += _drain(settings, run, "sync")
+        if not set(map(str, snapshots.needed(settings))) - RunReport.join(parts).unread.keys():
+            break
+    return parts
+
+
+def _what_waited(settings: Settings, run: "_Runner", parts: Sequence[Part], config: Mapping[str, Any] | None = None) -> list[Part]:
+    """Wait for the transactions that keep tables from being read, then read and publish these; nothing where none had to wait."""
+    unread = RunReport.join(parts).unread
+    if not unread:
+        return []
+    try:
+        snapshots.wait_for_blocked(settings, [TableName.parse(name) for name in unread], progress=run.progress)
+    except BlockedByTransaction as error:
+        return [{"unread": dict.fromkeys(unread, str(error))}]
+    return [*_snapshot_beside_drains(settings, run, config or {}), *_drain(settings, run, "sync")]
 
 
 def drain(settings: Settings) -> RunReport:
@@ -85,7 +120,9 @@ def resnapshot(settings: Settings, tables: Sequence[TableName] | None) -> RunRep
         if tables is None:
             tables = [state.table for state in Ledger(Lake(settings.lake)).tables().values() if state.followed]
         parts = _snapshot_beside_drains(settings, run, {"tables": [str(table) for table in tables]}) if tables else []
-        return RunReport.join([run.prepared, *parts, *_drain(settings, run, "sync")])
+        parts = [run.prepared, *parts, *_drain(settings, run, "sync")]
+        waited = {"tables": sorted(RunReport.join(parts).unread)}
+        return RunReport.join([*parts, *_what_waited(settings, run, parts, waited)])
 
 
 def verify(settings: Settings, tables: Collection[TableName] | None) -> tuple[dict[str, Any], Mapping[str, str]]:
@@ -115,14 +152,17 @@ def _snapshot_beside_drains(settings: Settings, run: "_Runner", config: Mapping[
     """Read what needs reading; whenever the stream gets long meanwhile, drain it, so that the slot keeps no more WAL than usual.
 
     Tables that are published already are brought up to date with it, or when their last publish is older than PGWAL_MAX_STALENESS. A
-    source that is away for a moment, or a drain by somebody else, is no reason to stop: it is tried again while the snapshot goes on.
+    source that is away for a moment, or a drain by somebody else, is no reason to stop: it is tried again while the snapshot goes on, ten
+    times in a row at most. What ends the drain is told at once, and raised when the snapshot has ended.
     """
     ledger = Ledger(Lake(settings.lake))
     drained: list[Part] = []
     with ThreadPoolExecutor(1, "pgwal-snapshot") as pool:
         reading = pool.submit(contextvars.copy_context().run, run, "snapshot", config=config)
-        began = time.monotonic()
+        began, failures, failed = time.monotonic(), 0, None
         while not wait([reading], _LOOK_EVERY).done:
+            if failed is not None:
+                continue
             try:
                 published = any(state.published is not None for state in ledger.tables().values())
                 behind = lag(settings).lag_bytes
@@ -130,40 +170,51 @@ def _snapshot_beside_drains(settings: Settings, run: "_Runner", config: Mapping[
                 if behind >= settings.lag_threshold or stale:
                     drained += _drain(settings, run, "sync" if published else "drain")
                     began = time.monotonic()
+                failures = 0
             except (SourceUnavailable, SlotBusy) as error:
+                failures += 1
+                if failures == _TRIES:
+                    failed = error
+                    run.progress.warn(f"{error} The drain failed {failures} times in a row; it is given up when the snapshot has ended.")
+                    continue
                 drained.append({"warnings": [f"{error} The snapshot goes on meanwhile, and the drain is tried again."]})
                 wait([reading], _LOOK_AGAIN)
-        return drained + reading.result()
+            except PgwalError as error:
+                failed = error
+                run.progress.warn(f"{error} The snapshot goes on to its end, and then the command ends.")
+        parts = drained + reading.result()
+        if failed is not None:
+            raise failed
+        return parts
 
 
 class _Runner:
-    """Executes jobs of this code location in one instance. `prepared` has the warnings of what had to be done before the first."""
+    """Executes jobs of this code location in one instance. `prepared` has the warnings of what had to be done before the first.
 
-    def __init__(self, definitions: dg.Definitions, instance: dg.DagsterInstance, warnings: Sequence[str]) -> None:
+    `progress` is the terminal, for what is to be told between two runs or beside one.
+    """
+
+    def __init__(
+        self, definitions: dg.Definitions, instance: dg.DagsterInstance, warnings: Sequence[str], progress: progress.Progress
+    ) -> None:
         self._definitions = definitions
         self._instance = instance
+        self.progress = progress
         self.prepared: Part = {"warnings": list(warnings)}
 
     def __call__(self, job_name: str, target: int | None = None, config: Mapping[str, Any] | None = None) -> list[Part]:
         """Run a job to its end, for the window that ends at `target` where it is given; the reports its steps left, in their order.
 
-        Raises the PgwalError that ended the run, unless its last step left a report of what it could not do.
+        Raises the PgwalError that ended the run.
         """
         job = self._definitions.resolve_job_def(job_name)
         key = None if target is None else window_key(target)
         if key is not None and isinstance(job.partitions_def, dg.DynamicPartitionsDefinition) and job.partitions_def.name is not None:
             self._instance.add_dynamic_partitions(job.partitions_def.name, [key])
         ops = {"ops": {self._op(job, job_name): {"config": dict(config)}}} if config else {}
-        run_id = str(uuid.uuid4())
         try:
-            result = job.execute_in_process(
-                run_config={**_QUIET, **ops}, instance=self._instance, partition_key=key, tags=process_tags(), run_id=run_id
-            )
+            result = job.execute_in_process(run_config={**_QUIET, **ops}, instance=self._instance, partition_key=key, tags=process_tags())
         except Exception as error:
-            logged = (entry.dagster_event for entry in self._instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_OBSERVATION))
-            parts = _parts(event for event in logged if event is not None)
-            if any(part.get("unread") for part in parts):
-                return parts
             raise _cause(error) from error
         return _parts(result.all_events)
 
@@ -213,7 +264,7 @@ def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap) -> It
 
         with _instance(home) as instance:
             _configure_logging_once(instance)
-            yield _Runner(defs(), instance, noted.warnings)
+            yield _Runner(defs(), instance, noted.warnings, terminal)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The two things that runs, sensors and schedules need from outside: the slot with its source, and Spark."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -88,6 +88,12 @@ class ReplicationSlot(dg.ConfigurableResource):
         from pgwal_pipeline.pipeline.snapshot import needed
 
         return needed(self.settings)
+
+    def blocked(self, tables: Collection[TableName]) -> Mapping[TableName, str]:
+        """Those of `tables` that cannot be read yet, since older transactions are open, and who that is."""
+        from pgwal_pipeline.pipeline.snapshot import blocked
+
+        return blocked(self.settings, tables)
 
 
 class LakeSpark(LazyPySparkResource):

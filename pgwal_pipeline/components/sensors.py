@@ -13,7 +13,6 @@ from pgwal_pipeline.components.jobs import Jobs
 from pgwal_pipeline.components.processes import end_dead_runs
 from pgwal_pipeline.components.requests import Look, busy, look_again, look_of_last_drain, pausing, what_is_due, window_to_drain
 from pgwal_pipeline.components.source import SLOT_TAG, SNAPSHOT_TAG, CdcSource
-from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.pipeline.reports import LagReading
 
@@ -76,16 +75,14 @@ def build_lag_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:
 def look_at_lag(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> dg.SensorResult:
     """Ask for a sync when the lag or its age passes its bound, for a publish when only that is due; report the slot's health.
 
-    Nothing is asked for while a run works on the slot or failures ask for a pause; the reason for doing nothing is always given.
+    Nothing is asked for while a run works on the slot or failures ask for a pause; the reason for doing nothing is always given. What keeps
+    it from looking (a source that is away, a DSN that cannot be read) is raised: the tick fails with it, so that an alert can go by that.
     """
     cursor = LagCursor.parse(context.cursor)
     # At every tick, whatever is due: runs that somebody else asked for wait for them in the queue.
     end_dead_runs(context.instance, [(SLOT_TAG, source.tag), (SNAPSHOT_TAG, source.tag)])
-    try:
-        settings = slot.settings
-        reading = slot.lag()
-    except PgwalError as error:
-        return dg.SensorResult(skip_reason=str(error), cursor=cursor.dump())
+    settings = slot.settings
+    reading = slot.lag()
     now = time.time()
     looks, unread = look_again(cursor.looks or _first_look(context.instance, source), reading, now)
     due = what_is_due(reading, unread, settings)
@@ -169,16 +166,19 @@ def build_new_table_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition
 
 
 def look_for_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> dg.SensorResult:
-    """Ask for a snapshot while tables of the publication are not read whole yet, one at a time, with pauses after failures."""
+    """Ask for a snapshot while tables of the publication are not read whole yet, one at a time, with pauses after failures.
+
+    None is asked for while all of them wait for older transactions. What keeps it from looking is raised, and the tick fails with it.
+    """
     attempt = _attempt(context.cursor)
-    try:
-        waiting = slot.needs_snapshot()
-        if not waiting:
-            return dg.SensorResult(skip_reason="Every table of the publication has been read.")
-        held = busy(context.instance, SNAPSHOT_TAG, source.tag) or pausing(context.instance, SNAPSHOT_TAG, source.tag, {jobs.snapshot.name})
-        position = slot.flushed() if held is None else 0
-    except PgwalError as error:
-        return dg.SensorResult(skip_reason=str(error))
+    position = slot.flushed()
+    waiting = slot.needs_snapshot()
+    if not waiting:
+        return dg.SensorResult(skip_reason="Every table that is known has been read.")
+    blocked = slot.blocked(waiting)
+    if len(blocked) == len(waiting):
+        return dg.SensorResult(skip_reason=f"To be read: {', '.join(map(str, waiting[:_NAMES_SHOWN]))}. {next(iter(blocked.values()))}")
+    held = busy(context.instance, SNAPSHOT_TAG, source.tag) or pausing(context.instance, SNAPSHOT_TAG, source.tag, {jobs.snapshot.name})
     names = ", ".join(map(str, waiting[:_NAMES_SHOWN])) + (", …" if len(waiting) > _NAMES_SHOWN else "")
     if held is not None:
         return dg.SensorResult(skip_reason=f"To be read: {names}. {held}")
@@ -222,11 +222,11 @@ def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition
 
 
 def look_each_hour(instance: dg.DagsterInstance, source: CdcSource, slot: "ReplicationSlot") -> dg.RunRequest | dg.SkipReason:
-    """Ask for a sync of what is unread; the window's partition is made here, since a schedule's tick cannot ask for it."""
-    try:
-        reading = slot.lag()
-    except PgwalError as error:
-        return dg.SkipReason(str(error))
+    """Ask for a sync of what is unread; the window's partition is made here, since a schedule's tick cannot ask for it.
+
+    Raises what keeps it from looking, such as SourceUnavailable: the tick fails with it.
+    """
+    reading = slot.lag()
     if reading.slot_exists and look_again(_first_look(instance, source), reading, time.time())[1] is None:
         return dg.SkipReason("Nothing is unread.")
     held = busy(instance, SLOT_TAG, source.tag)

@@ -8,7 +8,6 @@ from pydantic import Field
 from pgwal_pipeline import progress
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, op_safe, slot_of
-from pgwal_pipeline.errors import BlockedByTransaction
 from pgwal_pipeline.pipeline.reports import SnapshotReport, SnapshotsReport
 from pgwal_pipeline.relation import TableName
 
@@ -23,7 +22,7 @@ def build_snapshots(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
     """The step `take_snapshots`: a `multi_asset` of all snapshot tables, or an op while no table is known.
 
     Run for all of them it reads those that have joined and are not read whole yet. Run for some of them, or told tables by its config,
-    it reads just these again from the start.
+    it reads just these again from the start. It waits for nobody: a table that has to wait for old transactions is left to a later run.
     """
     description = "Reads the rows that were there before the stream, in chunks; a read that was cut short goes on where it stood."
     if not source.tables:
@@ -37,7 +36,6 @@ def build_snapshots(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
             done = _snapshot(context, source, _parsed(config.tables))
             for report in done.tables:
                 context.log_event(dg.AssetMaterialization(source.names.snapshot(report.table), metadata=_metadata(report)))
-            _require_all_begun(context, source, done)
 
         return snapshot_unknown
 
@@ -62,7 +60,6 @@ def build_snapshots(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
                 yield dg.MaterializeResult(asset_key=key, metadata=_metadata(report))
             else:
                 context.log_event(dg.AssetMaterialization(key, metadata=_metadata(report)))
-        _require_all_begun(context, source, done)
 
     return take_snapshots.with_attributes(asset_key_replacements=real_keys) if real_keys else take_snapshots
 
@@ -80,6 +77,8 @@ def _snapshot(context: StepContext, source: CdcSource, tables: tuple[TableName, 
 
     with at_work(context, source.snapshot_tags):
         done = snapshot(slot_of(context, source).settings, tables or None, progress=progress.for_run(context.log))
+    for table, reason in done.blocked.items():
+        context.log.warning(f"Table {table} is not read yet, and each later run looks again: {reason}")
     observe_slot(
         context,
         source,
@@ -92,14 +91,6 @@ def _snapshot(context: StepContext, source: CdcSource, tables: tuple[TableName, 
         done.to_json(),
     )
     return done
-
-
-def _require_all_begun(context: StepContext, source: CdcSource, done: SnapshotsReport) -> None:
-    """Fail, when all that could be read has been, where tables still wait for old transactions."""
-    with at_work(context, source.snapshot_tags):
-        if done.blocked:
-            tables = ", ".join(map(str, done.blocked))
-            raise BlockedByTransaction(f"Not read: {tables}. {next(iter(done.blocked.values()))}")
 
 
 def _metadata(report: SnapshotReport) -> dict[str, int | float]:

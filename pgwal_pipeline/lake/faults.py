@@ -22,6 +22,7 @@ STAGES = {
     "decode": "its changes could not be decoded",
     "write": "its changes could not be written",
     "commit": "its changes could not be committed to raw",
+    "access": "it may not be read",
     "read": "it could not be read from the source",
     "look": "its current table could not be looked at",
     "merge": "its changes could not be merged",

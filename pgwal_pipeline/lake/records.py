@@ -6,7 +6,7 @@ LSNs are integers, times are aware datetimes in UTC, paths are absolute or full 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -115,8 +115,8 @@ class TableState:
     `kept_as` is its place in the lake, None where that is its name, and `earlier` are the oids of tables that stood there before it.
 
     Of a table in `error`, `stage` is the work that failed (`lake.faults.STAGES`), `gap_lsn` where its changes begin to be missing from raw,
-    None where raw has them all, `failures` how often the work failed one after another, and `retry_at` from when on it is tried again by
-    itself, None where it is not. `rereads` counts how often it was read again by itself for an error (PGWAL_ON_TABLE_ERROR). `raw_from` is
+    None where raw has them all, `failures` how often the work failed one after another, and `retry_at` from when on it may be tried again
+    by itself. `rereads` counts how often it was read again by itself for an error (PGWAL_ON_TABLE_ERROR). `raw_from` is
     the LSN from which on raw has the table's changes whole; 0 where it always had.
     """
 
@@ -162,20 +162,25 @@ class TableState:
         """Whether the drain leaves the table's changes out: it could not take them once, and the table has a gap since."""
         return self.state == "error" and self.gap_lsn is not None
 
+    @property
+    def barred(self) -> bool:
+        """Whether the role may not read the table, as far as the last attempt found; raw has its changes."""
+        return self.state == "error" and self.stage == "access" and not self.left_out
+
     def due(self, now: datetime) -> bool:
         """Whether work that failed may be tried again by now."""
         return self.retry_at is not None and self.retry_at <= now
 
     def failed(self, stage: str, reason: str, now: datetime) -> "TableState":
-        """The table in `error` with raw whole: the work is tried again at once the next time, then with pauses that grow."""
+        """The table in `error`. What is tried again by itself is so at once the next time, then with pauses that grow."""
         failures = self.failures + 1
         return replace(self, state="error", stage=stage, reason=reason, failures=failures, retry_at=now + pause_after(failures))
 
     def with_gap(self, stage: str, reason: str, lsn: int) -> "TableState":
         """The table in `error`, its changes left out of raw from `lsn` on: it has to be read again before it can be published."""
         gap = lsn if self.gap_lsn is None else min(lsn, self.gap_lsn)
-        unread = replace(self, generation=None, reading=None, published=None)
-        return replace(unread, state="error", stage=stage, reason=reason, gap_lsn=gap, failures=self.failures + 1, retry_at=None)
+        unread = replace(self, generation=None, reading=None, published=None, gap_lsn=gap)
+        return unread.failed(stage, reason, datetime.now(UTC))
 
     def mended(self) -> "TableState":
         """The same without any trace of an error; its state is for the caller to set."""

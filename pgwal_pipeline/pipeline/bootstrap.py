@@ -81,7 +81,18 @@ def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]
     found = looks(conn, settings.publication)
     for table, reason in record_tables(ledger, conn, found, published.skipped).items():
         warn(f"Table {table}: {reason}.")
+    if not found:
+        warn(_nothing_to_follow(settings, conn, ours=published.ours))
     return Attached(conn.info.server_version, state, found, dict(published.skipped), recovered)
+
+
+def _nothing_to_follow(settings: Settings, conn: Connection, *, ours: bool) -> str:
+    """The warning that there is no table to follow, with what there is."""
+    schemas = catalog.user_schemas(conn)
+    there = f"the database has tables in {', '.join(schemas)}" if schemas else "the database has no tables"
+    if not ours:
+        return f"Publication {settings.publication} holds no table, so there is nothing to follow; {there}. ALTER PUBLICATION … ADD TABLE."
+    return f"No table that can be published matches PGWAL_TABLES={settings.tables}, so there is nothing to follow; {there}."
 
 
 def _require_same_changes(settings: Settings, conn: Connection, ledger: Ledger, state: SlotState, warn: Callable[[str], None]) -> None:

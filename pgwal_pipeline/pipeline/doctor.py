@@ -100,7 +100,10 @@ def _agreement(settings: Settings) -> Check:
 
 def _dagster(folder: str) -> Check:
     """Whether Dagster's instance can be in `folder`, which the first run makes."""
-    home = place = Path(folder).absolute()
+    try:
+        home = place = Path(folder).expanduser().absolute()
+    except RuntimeError as error:
+        return Check("dagster", False, f"DAGSTER_HOME cannot be {folder} ({error})", "Set DAGSTER_HOME to a folder that can be written to.")
     try:
         while not (place.exists() or place.is_symlink()):
             place = place.parent

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
@@ -61,6 +62,7 @@ def record_tables(ledger: Ledger, conn: Connection, found: Mapping[TableName, Lo
             news[str(table)] = seen.reason
         if seen != before.get(table):
             changed.append(seen)
+    changed = _now_readable(conn, changed, known)
     for table, reason in skipped.items():
         state = known.get(table)
         if state is None or (state.state, state.reason) != ("skipped", reason):
@@ -76,6 +78,16 @@ def record_tables(ledger: Ledger, conn: Connection, found: Mapping[TableName, Lo
     if changed:
         ledger.record_tables(changed)
     return news
+
+
+def _now_readable(conn: Connection, changed: list[TableState], known: Mapping[TableName, TableState]) -> list[TableState]:
+    """The states to be written down, with those of tables that may be read now after all: they are read at once."""
+    amended = {state.table for state in changed}
+    barred = [state for state in (*changed, *(state for table, state in known.items() if table not in amended)) if state.barred]
+    found = catalog.readable(conn, [state.oid for state in barred]) if barred else set()
+    now = datetime.now(UTC)
+    freed = {state.table: replace(state, retry_at=now) for state in barred if state.oid in found and not state.due(now)}
+    return [freed.pop(state.table, state) for state in changed] + list(freed.values())
 
 
 def review_tables(
@@ -160,7 +172,11 @@ def _joins(known: TableState | None, look: Look) -> bool:
         return True
     # What could not be followed may be possible now that it is another table.
     unread = known.state == "error" and not known.is_read and known.storage is not None
-    return unread and Storage.from_json(known.storage or "").columns != look.storage.columns
+    if not unread:
+        return False
+    was = known.relation
+    identity = was is not None and (was.replica_identity, was.key) != (look.relation.replica_identity, look.relation.key)
+    return identity or Storage.from_json(known.storage or "").columns != look.storage.columns
 
 
 def _joined(lake: Lake, look: Look, before: TableState | None, place: TableName, joined_xid: int, raw_from: int) -> TableState:

@@ -298,6 +298,8 @@ class RunReport:
         errors: Mapping[str, str] = {}
         unread: dict[str, str] = {}
         for part in parts:
+            for snapshot in part.get("snapshots", ()):
+                unread.pop(snapshot["table"], None)  # it waited, and has been read since
             unread.update(part.get("unread", {}))
             windows.extend(part.get("windows", ()))
             snapshots.extend(part.get("snapshots", ()))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
@@ -18,13 +19,19 @@ import pyarrow as pa
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.amounts import size
-from pgwal_pipeline.decode.types import copy_schema
+from pgwal_pipeline.decode.types import change_schema, copy_schema
 from pgwal_pipeline.errors import BlockedByTransaction, SourceRefused, SourceUnavailable, TableError
+from pgwal_pipeline.lake.damaged import heal
+from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, TableState
+from pgwal_pipeline.lake.raw import ensure_raw_table
+from pgwal_pipeline.lake.records import pause_after
+from pgwal_pipeline.lake.schema import check_columns
 from pgwal_pipeline.lake.snapshots import SnapshotWriter
 from pgwal_pipeline.memory import give_back
 from pgwal_pipeline.pipeline.drain import bootstrap
+from pgwal_pipeline.pipeline.looks import next_xid
 from pgwal_pipeline.pipeline.reports import SnapshotReport, SnapshotsReport
 from pgwal_pipeline.pipeline.slot_watch import SlotWatch
 from pgwal_pipeline.pipeline.table_rows import TableRows
@@ -38,23 +45,69 @@ from pgwal_pipeline.settings import Settings
 Connection = psycopg.Connection[Any]
 
 _PENDING = ("pending", "snapshotting")
+_REREADS = 3  # of a table in error by itself, where PGWAL_ON_TABLE_ERROR asks for it
 _LOOK_EVERY = 0.5  # seconds between looks at what the workers have read
 _ATTEMPTS = 4  # at a chunk whose connection breaks
 _PAUSE = 1.0  # seconds before the second attempt, doubled for each one after it
 
 
 def needed(settings: Settings) -> tuple[TableName, ...]:
-    """The tables that have joined but are not read whole yet."""
-    states = Ledger(Lake(settings.lake)).tables().values()
-    reading = (state.table for state in states if state.state in _PENDING or (state.reading is not None and state.followed))
-    return tuple(sorted(reading))
+    """The tables that are to be read now: those that have joined but are not read whole yet, and those whose reading may be tried again."""
+    now = datetime.now(UTC)
+    return tuple(sorted(state.table for state in Ledger(Lake(settings.lake)).tables().values() if _is_due(state, settings, now)))
 
 
-def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *, progress: Progress) -> SnapshotsReport:
+def _is_due(state: TableState, settings: Settings, now: datetime) -> bool:
+    if state.state == "error":
+        if _unread_alone(state):
+            return state.due(now)
+        # By itself only where it was asked for, so many times, and with pauses that grow.
+        waited = state.retry_at is None or state.due(now)
+        return settings.on_table_error == "resnapshot" and state.rereads < _REREADS and waited
+    wanted = state.state in _PENDING or (state.reading is not None and state.followed)
+    return wanted and (state.retry_at is None or state.due(now))
+
+
+def _unread_alone(state: TableState) -> bool:
+    """Whether a table in error only has to be read: raw has its changes."""
+    return state.stage in ("read", "access") and not state.left_out
+
+
+def blocked(settings: Settings, tables: Collection[TableName]) -> dict[TableName, str]:
+    """Those of `tables` that cannot be read yet, since transactions from before they joined are still open: who that is."""
+    states = Ledger(Lake(settings.lake)).tables()
+    found = {}
+    with connect(settings.dsn) as conn:
+        for table in tables:
+            state = states.get(table)
+            if state is not None and state.joined_xid is not None:
+                try:
+                    copy.wait_for_transactions(conn, state.joined_xid, 0.0, lambda _: None)
+                except BlockedByTransaction as error:
+                    found[table] = str(error)
+    return found
+
+
+def wait_for_blocked(settings: Settings, tables: Collection[TableName], *, progress: Progress) -> None:
+    """Wait until the transactions have ended that keep `tables` from being read.
+
+    Raises BlockedByTransaction after PGWAL_BLOCKED_TIMEOUT.
+    """
+    states = Ledger(Lake(settings.lake)).tables()
+    joined = max((states[table].joined_xid or 0 for table in tables if table in states), default=0)
+    with connect(settings.dsn) as conn:
+        copy.wait_for_transactions(conn, joined, settings.blocked_timeout, progress.warn)
+
+
+def snapshot(
+    settings: Settings, tables: Collection[TableName] | None = None, *, progress: Progress, patience: float = 0.0
+) -> SnapshotsReport:
     """Read the tables that need it, or `tables` again from the start, and leave them ready for the next publish that passes their LSN.
 
     A read that died is taken up where it stood: finished chunks are not read again. While a table is read again, its old `current` goes on.
-    A table that has to wait for old transactions is read last, and given up after PGWAL_BLOCKED_TIMEOUT: the report's `blocked` names it.
+    A table that has to wait for old transactions for longer than `patience` seconds stays pending with their names, in the ledger and in
+    the report's `blocked`; one that cannot be read by its own fault is in error. Neither holds up the others.
+
     Raises SlotBusy while another snapshot runs, SourceRefused for a table that is not followed, SlotLost where the slot is lost meanwhile.
     """
     ledger = Ledger(Lake(settings.lake))
@@ -65,44 +118,91 @@ def snapshot(settings: Settings, tables: Collection[TableName] | None = None, *,
             bootstrap(settings, progress=noted)
             states = ledger.tables()
         todo = [states[table] for table in needed(settings)] if tables is None else [_followed(states, table) for table in tables]
+        _rejoin(ledger, conn, [state.place for state in todo], by_itself=tables is None)
         watch = SlotWatch(conn, settings.slot, noted)
-        waiting = time.monotonic() + settings.blocked_timeout
+        waiting = time.monotonic() + patience
         reports: list[SnapshotReport] = []
-        blocked: dict[TableName, str] = {}
+        waits: dict[TableName, str] = {}
         for planned in sorted(todo, key=lambda state: state.joined_xid or 0):
             state = planned
             try:
-                # A drain beside may meet changes of the table at any time, and have it join anew.
-                known, waited = _at(ledger.tables(), planned.place), 0
-                while known is not None and (known.joined_xid or 0) > waited:
-                    waited = known.joined_xid or 0
-                    copy.wait_for_transactions(conn, waited, max(0.0, waiting - time.monotonic()), noted.warn)
-                    known = _at(ledger.tables(), planned.place)
-                # By their oids: no drain may have met a name's change yet.
-                published = {table.relation.oid: table for table in catalog.published_tables(conn, settings.publication)}
-                if known is None or known.oid not in published or not known.followed:
-                    continue
-                state = known
-                if tables is not None:
-                    state = replace(state, reading=None)
-                reports.append(_TableRead(settings, conn, ledger, state, published[state.oid], noted, watch).run())
+                with table_work(ledger.lake, planned.table, "read", oid=planned.oid):
+                    # A drain beside may meet changes of the table at any time, and have it join anew.
+                    known, waited = _at(ledger.tables(), planned.place), 0
+                    while known is not None and (known.joined_xid or 0) > waited:
+                        waited = known.joined_xid or 0
+                        copy.wait_for_transactions(conn, waited, max(0.0, waiting - time.monotonic()), noted.warn)
+                        known = _at(ledger.tables(), planned.place)
+                    # By their oids: no drain may have met a name's change yet.
+                    published = {table.relation.oid: table for table in catalog.published_tables(conn, settings.publication)}
+                    if known is None or known.oid not in published or not known.followed:
+                        continue
+                    state = known
+                    with table_work(ledger.lake, known.table, "describe", oid=known.oid):
+                        check_columns(published[known.oid].relation)
+                    if tables is not None:
+                        state = replace(state, reading=None)
+                    reports.append(_TableRead(settings, conn, ledger, state, published[state.oid], noted, watch).run())
             except BlockedByTransaction as error:
-                blocked[state.table] = str(error)
+                waits[state.table] = str(error)
+                _tell(ledger, state, str(error))
             except TableError as error:
                 noted.warn(str(error))
                 _note(ledger, state, error)
         if reports:
             slot.force_flush(conn)
-    return SnapshotsReport(tuple(reports), tuple(noted.warnings), blocked)
+    return SnapshotsReport(tuple(reports), tuple(noted.warnings), waits)
+
+
+def _rejoin(ledger: Ledger, conn: Connection, places: Collection[TableName], *, by_itself: bool) -> None:
+    """Have tables in error join anew: what raw may lack of them was written by transactions that will have ended when they are read."""
+    joined_xid, raw_from = next_xid(conn), catalog.insert_lsn(conn)
+    healed: list[TableName] = []
+
+    def decide(known: Mapping[TableName, TableState]) -> list[TableState]:
+        changed = []
+        for state in known.values():
+            if state.state == "error" and state.place in places and not _unread_alone(state):
+                unread = replace(state.mended(), state="pending", generation=None, reading=None, published=None)
+                changed.append(
+                    replace(
+                        unread,
+                        failures=state.failures,
+                        joined_xid=joined_xid,
+                        raw_from=raw_from,
+                        rereads=state.rereads + by_itself,
+                    )
+                )
+        healed[:] = [state.place for state in changed]
+        return changed
+
+    ledger.amend_tables(decide)
+    for place in healed:
+        heal(ledger.lake, place)
+
+
+def _tell(ledger: Ledger, state: TableState, reason: str) -> None:
+    """Note in the ledger what a table that is pending waits for."""
+    ledger.amend_tables(
+        lambda known: [
+            replace(found, reason=reason)
+            for found in [_at(known, state.place)]
+            if found is not None and found.oid == state.oid and found.state == "pending" and found.reason != reason
+        ]
+    )
 
 
 def _note(ledger: Ledger, state: TableState, error: TableError) -> None:
-    """Put a table that cannot be read in error; one that was altered under the reader's hands is begun anew the next time."""
+    """Put a table that cannot be read in error; one that was altered under the reader's hands is begun anew, after pauses that grow."""
+    now = datetime.now(UTC)
 
     def noted(known: TableState) -> TableState:
-        if isinstance(error, copy.TableChanged):
-            return _interrupted(known, str(error))
-        return replace(known, state="error", reading=None, reason=str(error))
+        if isinstance(error, copy.TableChanged) or isinstance(error.__cause__, copy.TableChanged):
+            failures = known.failures + 1
+            return replace(_interrupted(known, str(error)), failures=failures, retry_at=now + pause_after(failures))
+        if error.stage == "describe":  # its definition stands in the way: only a look at the source can see that gone
+            return replace(known, reading=None).with_gap("describe", str(error), 0)
+        return replace(known, reading=None).failed(error.stage or "read", str(error), now)
 
     ledger.amend_tables(lambda known: [noted(found) for found in [_at(known, state.place)] if found is not None and found.oid == state.oid])
 
@@ -170,6 +270,8 @@ class _TableRead:
             self._amend(state, lambda known: None if _altered(known, self.state) else _begun(known, state))
             writer = SnapshotWriter(Lake(self.settings.lake), relation, state.reading, state.place)
             writer.begin(copy_schema(relation))
+            if state.raw_from:  # its raw table may have been set aside
+                ensure_raw_table(self.ledger.lake, state.place, change_schema(relation))
             self._rows = {chunk.chunk: chunk.rows for chunk in done}
             self._bytes = {chunk.chunk: chunk.bytes for chunk in done}
             done += self._read(missing, writer, exported)
@@ -301,4 +403,5 @@ def _begun(known: TableState, state: TableState) -> TableState:
 
 def _whole(known: TableState, state: TableState, required_lsn: int) -> TableState:
     """The table's state once every chunk is there; what the stream has said of its columns meanwhile stays."""
-    return replace(known, state="ready", reason=None, reading=None, joined_xid=None, generation=state.reading, required_lsn=required_lsn)
+    whole = replace(known.mended(), state="ready", reading=None, joined_xid=None)
+    return replace(whole, generation=state.reading, required_lsn=required_lsn)

@@ -3,7 +3,7 @@
 Every question is asked once for all tables, never once a table, so that some hundred tables cost as little as one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -167,6 +167,32 @@ def primary_key(conn: Connection, oid: int) -> tuple[str, ...]:
     """The columns of the table's primary key in its index's order; empty without one, and for a deferrable one."""
     row = fetch(conn, f"SELECT {PRIMARY_KEY_SQL} FROM pg_catalog.pg_class c WHERE c.oid = %s", oid)
     return tuple(row[0][0] or ()) if row else ()
+
+
+def user_schemas(conn: Connection) -> list[str]:
+    """The schemas with tables of users, by name."""
+    rows = fetch(
+        conn,
+        """SELECT DISTINCT n.nspname::text FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+           WHERE c.relkind IN ('r', 'p') AND n.nspname <> 'information_schema' AND NOT pg_catalog.starts_with(n.nspname::text, 'pg_')
+           ORDER BY 1""",
+    )
+    return [row[0] for row in rows]
+
+
+def readable(conn: Connection, oids: Collection[int]) -> set[int]:
+    """Those of the tables `oids` whose rows the role may all read: every column, and no row hidden by row-level security."""
+    rows = fetch(
+        conn,
+        """SELECT c.oid::int8 FROM pg_catalog.pg_class c
+           WHERE c.oid = ANY (%s::oid[]) AND NOT pg_catalog.row_security_active(c.oid)
+               AND pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE')
+               AND (pg_catalog.has_table_privilege(c.oid, 'SELECT') OR NOT EXISTS (
+                   SELECT FROM pg_catalog.pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+                       AND NOT pg_catalog.has_column_privilege(c.oid, a.attnum, 'SELECT')))""",
+        list(oids),
+    )
+    return {row[0] for row in rows}
 
 
 def tables_of(conn: Connection, publication: str) -> list[Relation]:

@@ -18,7 +18,7 @@ from psycopg import errors, pq
 from pgwal_pipeline.errors import PgwalError, SourceUnavailable, TableError
 from pgwal_pipeline.postgres.catalog import Connection, insert_lsn, resolve_types
 from pgwal_pipeline.postgres.dsn import BYTES_AS_THEY_ARE, connect, translate
-from pgwal_pipeline.postgres.key_order import KeyOrder, key_order
+from pgwal_pipeline.postgres.key_order import BORROWED_SQL, KeyOrder, key_order
 from pgwal_pipeline.postgres.transactions import begin_snapshot, wait_for_transactions
 from pgwal_pipeline.relation import PgType, Relation, quote_ident
 
@@ -243,7 +243,7 @@ def _fields(conn: Connection, relation: Relation, binary: Collection[int]) -> li
     outputs = {
         row[0]: row[1:]
         for row in conn.execute(
-            """SELECT t.oid::int8, n.nspname::text, p.proname::text, p.proisstrict, pg_catalog.format_type(t.oid, -1)
+            f"""SELECT t.oid::int8, n.nspname::text, p.proname::text, p.proisstrict, pg_catalog.format_type(t.oid, -1), {BORROWED_SQL}
                FROM pg_catalog.pg_type t
                JOIN pg_catalog.pg_proc p ON p.oid = t.typoutput
                JOIN pg_catalog.pg_namespace n ON n.oid = p.pronamespace
@@ -253,7 +253,7 @@ def _fields(conn: Connection, relation: Relation, binary: Collection[int]) -> li
     }
     fields = []
     for column in relation.columns:
-        schema, function, strict, type_name = outputs[column.type.oid]
+        schema, function, strict, type_name, borrowed = outputs[column.type.oid]
         value = quote_ident(column.name)
         # Polymorphic output functions such as enum_out do not take a domain for what it stands on.
         typed = f"{value}::{type_name}" if stored[column.name][0] != column.type.oid else value
@@ -261,6 +261,8 @@ def _fields(conn: Connection, relation: Relation, binary: Collection[int]) -> li
             fields.append(typed)
             continue
         text = f"pg_catalog.textin({quote_ident(schema)}.{quote_ident(function)}({typed}))"
+        if borrowed:
+            text, strict = f"pg_catalog.concat({typed})", False
         fields.append(text if strict else f"CASE WHEN {value} IS DISTINCT FROM NULL THEN {text} END")
     return fields
 
@@ -393,6 +395,8 @@ def _read_error(error: psycopg.Error, relation: Relation, conn: Connection) -> P
             str(table),
             f"Role {role} may not read table {table} ({error.diag.message_primary}); "
             f"run GRANT SELECT ON {table} TO {quote_ident(role)}, then `pgwal resnapshot '{table}'`.",
+            relation.oid,
+            "access",
         )
     if isinstance(error, _ALTERED):
         return TableChanged(str(table), f"Table {table} was altered while it was read ({error.diag.message_primary}); read it again.")
@@ -411,4 +415,6 @@ def _hidden_rows(relation: Relation, conn: Connection) -> TableError:
         str(table),
         f"Row-level security of table {table} may hide rows from role {role}, though the stream has them; "
         f"run ALTER ROLE {quote_ident(role)} BYPASSRLS, then `pgwal resnapshot '{table}'`.",
+        relation.oid,
+        "access",
     )

@@ -8,12 +8,18 @@ from pgwal_pipeline.relation import Relation, quote_ident
 _PLAIN_OPERATORS = (("pg_catalog", "<"), ("pg_catalog", "<="), ("pg_catalog", "="), ("pg_catalog", ">="), ("pg_catalog", ">"))
 
 
+BORROWED_SQL = """(p.proargtypes[0] <> t.oid
+    AND (SELECT x.typtype FROM pg_catalog.pg_type x WHERE x.oid = p.proargtypes[0]) <> 'p')"""
+"""Whether the output function `p` of the type `t` is another type's, such as refcursor's is text's: by its name it does not take a value
+of the type, though Postgres itself writes the value with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeyColumn:
     """A column of the key, and how the index compares it.
 
     `type_name` is its type with domains resolved (`domain`: whether that is another one), without a length, and `output` that type's output
-    function; `collation` is the index's, all ready for SQL.
+    function, None for one that the type borrows; `collation` is the index's, all ready for SQL.
     `operators` are schema and name of <, <=, =, >=, > in the index's operator family: names alone would be looked up in the search path,
     where an extension's are not.
     """
@@ -21,9 +27,14 @@ class KeyColumn:
     name: str
     type_name: str
     domain: bool
-    output: str
+    output: str | None
     collation: str | None
     operators: tuple[tuple[str, str], ...]
+
+    @property
+    def text(self) -> str:
+        """The column's text, as its type's output function writes it."""
+        return f"pg_catalog.textin({self.output}({self.value}))" if self.output else f"pg_catalog.concat({self.value})"
 
     @property
     def sql(self) -> str:
@@ -63,7 +74,7 @@ class KeyOrder:
     @property
     def texts(self) -> str:
         """The select list of a bound, from rows of `columns`."""
-        return ", ".join(f"pg_catalog.textin({column.output}({column.value}))" for column in self.key)
+        return ", ".join(column.text for column in self.key)
 
     @property
     def ascending(self) -> str:
@@ -112,10 +123,11 @@ def key_order(conn: Connection, relation: Relation) -> KeyOrder | None:
     Raises psycopg.Error.
     """
     rows = conn.execute(
-        """SELECT i.indexrelid, a.attname::text, k.option,
+        f"""SELECT i.indexrelid, a.attname::text, k.option,
                pg_catalog.quote_ident(cn.nspname) || '.' || pg_catalog.quote_ident(c.collname),
                pg_catalog.format_type(base.oid, -1), a.atttypid <> base.oid,
-               pg_catalog.quote_ident(pn.nspname) || '.' || pg_catalog.quote_ident(p.proname),
+               CASE WHEN NOT {BORROWED_SQL.replace("t.oid", "base.oid")}
+                   THEN pg_catalog.quote_ident(pn.nspname) || '.' || pg_catalog.quote_ident(p.proname) END,
                (SELECT pg_catalog.array_agg(ARRAY[opn.nspname::text, o.oprname::text] ORDER BY s.amopstrategy)
                 FROM pg_catalog.pg_amop s
                 JOIN pg_catalog.pg_operator o ON o.oid = s.amopopr

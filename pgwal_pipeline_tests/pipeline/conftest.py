@@ -53,11 +53,19 @@ class Pipeline:
     def drain(self, end_lsn: int | None = None) -> DrainReport:
         return drains.drain(self.settings, end_lsn=end_lsn, progress=Silent())
 
-    def snapshot(self) -> None:
-        snapshots.snapshot(self.settings, progress=Silent())
+    def snapshot(self, *tables: str) -> None:
+        """Read what needs it, or `tables` again; transactions from before a table joined are waited for."""
+        names = [TableName.parse(table) for table in tables] or None
+        snapshots.snapshot(self.settings, names, progress=Silent(), patience=self.settings.blocked_timeout)
 
     def publish(self, tables: list[TableName] | None = None) -> PublishReport:
         return publishes.publish(self.settings, self.spark, tables=tables, progress=Silent())
+
+    def resnapshot(self, *tables: str) -> PublishReport:
+        """Read tables again, drain past that, and publish."""
+        self.snapshot(*tables)
+        self.drain()
+        return self.publish()
 
     def sync(self) -> PublishReport:
         """Everything once, in the order in which a first run does it."""
