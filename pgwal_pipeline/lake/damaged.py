@@ -3,7 +3,7 @@
 Nothing is deleted: it goes to `<lake>/_pgwal/damaged/<layer>/<schema>/<table>/<UTC time>`, for whoever wants to look at it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 
 import pyarrow as pa
@@ -12,11 +12,23 @@ from deltalake import DeltaTable
 
 from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.delta import lake_errors, open_table
-from pgwal_pipeline.lake.layout import Lake, Layer, filesystem, remove_file
+from pgwal_pipeline.lake.layout import Lake, Layer, filesystem, remove_file, storage_options
 from pgwal_pipeline.lake.raw import PARTITION
 from pgwal_pipeline.lake.snapshots import GENERATION as SNAPSHOT_GENERATION
 from pgwal_pipeline.lake.standing import FENCE
 from pgwal_pipeline.relation import TableName
+
+_OURS: Mapping[Layer, Callable[[DeltaTable], bool]] = {
+    "raw": lambda table: PARTITION in table.metadata().partition_columns,
+    "snapshot": lambda table: SNAPSHOT_GENERATION in table.metadata().partition_columns,
+    "current": lambda table: table.transaction_version(FENCE) is not None,
+}
+
+
+def raw_is_whole(lake: Lake, place: TableName) -> bool:
+    """Whether the raw table at a place, if there is one, can be read, and has all the files that its log names."""
+    path = lake.layer_path("raw", place)
+    return _usable(lake, "raw", path) and not _wrong_files(lake, path)
 
 
 def heal(lake: Lake, place: TableName) -> dict[Layer, str]:
@@ -25,19 +37,16 @@ def heal(lake: Lake, place: TableName) -> dict[Layer, str]:
     A raw or snapshot table that only lacks files goes on without them. Raises LakeError where the lake cannot be written.
     """
     moved: dict[Layer, str] = {}
-    checks: dict[Layer, Callable[[DeltaTable], bool]] = {
-        "raw": lambda table: PARTITION in table.metadata().partition_columns,
-        "snapshot": lambda table: SNAPSHOT_GENERATION in table.metadata().partition_columns,
-        "current": lambda table: table.transaction_version(FENCE) is not None,
-    }
-    for layer, is_ours in checks.items():
+    for layer in _OURS:
         path = lake.layer_path(layer, place)
-        if not _usable(lake, layer, path, is_ours):
+        if not _usable(lake, layer, path):
             moved[layer] = _set_aside(lake, path)
+        elif layer != "current":  # which is replaced as a whole
+            _forget(lake, path, _wrong_files(lake, path))
     return moved
 
 
-def _usable(lake: Lake, layer: Layer, path: str, is_ours: Callable[[DeltaTable], bool]) -> bool:
+def _usable(lake: Lake, layer: Layer, path: str) -> bool:
     """Whether the Delta table at `path` can be gone on with, or there is nothing in the way of a new one."""
     uri = lake.absolute(path)
     with lake_errors(uri):
@@ -50,31 +59,35 @@ def _usable(lake: Lake, layer: Layer, path: str, is_ours: Callable[[DeltaTable],
         table = open_table(lake, uri)
         if table is None:  # a folder without a log: nothing of it can be read as a table
             return not filesystem(lake.uri).get_file_info(pafs.FileSelector(path, allow_not_found=True))
-        if not is_ours(table):
-            return False
-        if layer != "current":  # which is replaced as a whole
-            _forget_what_is_gone(lake, path, table)
+        return _OURS[layer](table)
     except LakeError as error:
         if error.transient:
             raise
         return False
-    return True
 
 
-def _forget_what_is_gone(lake: Lake, path: str, table: DeltaTable) -> None:
-    """Take files that are gone, or are not of the size that the log says, out of a table, so that the rest of it can be read."""
-    named = pa.table(table.get_add_actions(flatten=True)).select(["path", "size_bytes"])
-    names, sizes = named["path"].to_pylist(), named["size_bytes"].to_pylist()
-    if not names:
-        return
-    with lake_errors(lake.absolute(path)):
-        infos = filesystem(lake.uri).get_file_info([f"{path}/{name}" for name in names])
-        wrong = [info for info, size in zip(infos, sizes, strict=True) if info.type != pafs.FileType.File or info.size != size]
-        for info in wrong:
+def _wrong_files(lake: Lake, path: str) -> list[pafs.FileInfo]:
+    """The files of a table that are gone, or are not of the size that its log says."""
+    uri = lake.absolute(path)
+    with lake_errors(uri):
+        table = open_table(lake, uri)
+        if table is None:
+            return []
+        named = pa.table(table.get_add_actions(flatten=True))
+        names, sizes = named["path"].to_pylist(), named["size_bytes"].to_pylist()
+        infos = filesystem(lake.uri).get_file_info([f"{path}/{name}" for name in names]) if names else []
+        return [info for info, size in zip(infos, sizes, strict=True) if info.type != pafs.FileType.File or info.size != size]
+
+
+def _forget(lake: Lake, path: str, files: Collection[pafs.FileInfo]) -> None:
+    """Take files that are gone or wrong out of a table, so that the rest of it can be read."""
+    uri = lake.absolute(path)
+    with lake_errors(uri):
+        for info in files:
             if info.type == pafs.FileType.File:
                 remove_file(lake.uri, info.path)
-        if wrong:
-            table.repair()
+        if files:
+            DeltaTable(uri, storage_options=storage_options(uri)).repair()
 
 
 def _set_aside(lake: Lake, path: str) -> str:

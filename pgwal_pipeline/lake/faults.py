@@ -34,7 +34,7 @@ STAGES = {
 
 _RUN = re.compile(
     r"No space left on device|[Qq]uota exceeded|File too large|OutOfMemoryError|Java heap space|GC overhead limit|Too many open files"
-    r"|Read-only file system|Cannot allocate memory"
+    r"|Cannot allocate memory"
 )
 
 

@@ -21,7 +21,7 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.amounts import size
 from pgwal_pipeline.decode.types import change_schema, copy_schema
 from pgwal_pipeline.errors import BlockedByTransaction, SourceRefused, SourceUnavailable, TableError
-from pgwal_pipeline.lake.damaged import heal
+from pgwal_pipeline.lake.damaged import heal, raw_is_whole
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, TableState
@@ -118,7 +118,13 @@ def snapshot(
             bootstrap(settings, progress=noted)
             states = ledger.tables()
         todo = [states[table] for table in needed(settings)] if tables is None else [_followed(states, table) for table in tables]
-        _rejoin(ledger, conn, [state.place for state in todo], by_itself=tables is None)
+        anew = [state.place for state in todo if state.state == "error" and not _unread_alone(state)]
+        if tables is not None:  # whoever asks for it may know of damage that no run has met yet
+            anew += [state.place for state in todo if state.place not in anew and not raw_is_whole(ledger.lake, state.place)]
+        _rejoin(ledger, conn, anew, by_itself=tables is None)
+        for state in todo:
+            if tables is not None or state.place in anew:
+                heal(ledger.lake, state.place)
         watch = SlotWatch(conn, settings.slot, noted)
         waiting = time.monotonic() + patience
         reports: list[SnapshotReport] = []
@@ -155,30 +161,14 @@ def snapshot(
 
 
 def _rejoin(ledger: Ledger, conn: Connection, places: Collection[TableName], *, by_itself: bool) -> None:
-    """Have tables in error join anew: what raw may lack of them was written by transactions that will have ended when they are read."""
+    """Have tables join anew of which raw may lack changes: those were written by transactions that will have ended when they are read."""
     joined_xid, raw_from = next_xid(conn), catalog.insert_lsn(conn)
-    healed: list[TableName] = []
 
-    def decide(known: Mapping[TableName, TableState]) -> list[TableState]:
-        changed = []
-        for state in known.values():
-            if state.state == "error" and state.place in places and not _unread_alone(state):
-                unread = replace(state.mended(), state="pending", generation=None, reading=None, published=None)
-                changed.append(
-                    replace(
-                        unread,
-                        failures=state.failures,
-                        joined_xid=joined_xid,
-                        raw_from=raw_from,
-                        rereads=state.rereads + by_itself,
-                    )
-                )
-        healed[:] = [state.place for state in changed]
-        return changed
+    def joining(state: TableState) -> TableState:
+        unread = replace(state.mended(), state="pending", generation=None, reading=None, published=None)
+        return replace(unread, failures=state.failures, joined_xid=joined_xid, raw_from=raw_from, rereads=state.rereads + by_itself)
 
-    ledger.amend_tables(decide)
-    for place in healed:
-        heal(ledger.lake, place)
+    ledger.amend_tables(lambda known: [joining(state) for state in known.values() if state.place in places and state.followed])
 
 
 def _tell(ledger: Ledger, state: TableState, reason: str) -> None:
