@@ -63,7 +63,7 @@ class PublicationMissing(SlotLost):
 
 
 class BlockedByTransaction(PgwalError):
-    """Old transactions on the source did not end within `PGWAL_BLOCKED_TIMEOUT`; names pid, age and query."""
+    """Others on the source, old transactions as a rule, did not end within `PGWAL_BLOCKED_TIMEOUT`; names pid, age and query."""
 
 
 class LakeError(PgwalError):

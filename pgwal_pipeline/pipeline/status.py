@@ -23,7 +23,7 @@ def lag(settings: Settings) -> LagReading:
     with connect(settings.dsn) as conn:
         # The insert position is read after the snapshot: a transaction that the snapshot shows as ended has its commit before it.
         snapshot = catalog.running_transactions(conn)
-        insert_lsn = catalog.insert_lsn(conn)
+        insert_lsn = catalog.insert_lsn(conn, force=False)
         flush_lsn = catalog.flush_lsn(conn)
         state = slot.inspect(conn, settings.slot)
     return LagReading(

@@ -64,6 +64,28 @@ def blocking(conn: psycopg.Connection[Any], pid: int) -> list[Blocker]:
     )
 
 
+def waits_on(conn: psycopg.Connection[Any], pid: int) -> str | None:
+    """What of the server's own the session `pid` waits for, such as `LWLock ReplicationSlotAllocation`; None where it does not."""
+    row = conn.execute(
+        "SELECT a.wait_event_type || ' ' || a.wait_event FROM pg_catalog.pg_stat_activity a "
+        "WHERE a.pid = %s AND a.wait_event_type IN ('LWLock', 'IO', 'IPC', 'BufferPin')",
+        [pid],
+    ).fetchone()
+    return None if row is None else str(row[0])
+
+
+def at_slots(conn: psycopg.Connection[Any], pid: int) -> list[Blocker]:
+    """The other sessions that are making, copying, moving or dropping a slot now: the server's own locks on slots name no holder.
+
+    Only those whose statements the role may see.
+    """
+    return _ordered(
+        conn,
+        f"{_SESSION} WHERE a.state = 'active' AND a.query ~* 'replication_slot' AND a.pid NOT IN (%(pid)s, pg_catalog.pg_backend_pid())",
+        {"pid": pid},
+    )
+
+
 def older_than(conn: psycopg.Connection[Any], seconds: float) -> list[Blocker]:
     """The transactions that have written and been open for longer than `seconds`, in any database, the oldest first.
 

@@ -11,7 +11,26 @@ import psycopg
 
 from pgwal_pipeline.errors import SourceRefused
 from pgwal_pipeline.postgres.dsn import translate
+from pgwal_pipeline.postgres.positions import flush_lsn, insert_lsn
 from pgwal_pipeline.relation import Column, PgType, Relation, ReplicaIdentity, TableName
+
+__all__ = [
+    "Connection",
+    "PublishedTable",
+    "SourceIdentity",
+    "StreamedColumn",
+    "StreamedRelation",
+    "describe",
+    "fetch",
+    "flush_lsn",
+    "insert_lsn",
+    "primary_key",
+    "published_tables",
+    "resolve_types",
+    "running_transactions",
+    "source_identity",
+    "tables_of",
+]
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -98,24 +117,6 @@ def source_identity(conn: Connection) -> SourceIdentity:
         file = _one(conn, "SELECT pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn())")[0]
         timeline = int(file[:8], 16)
     return SourceIdentity(row[0], timeline, row[2], row[3], conn.info.server_version)
-
-
-def flush_lsn(conn: Connection) -> int:
-    """The LSN up to which the WAL is flushed, and so may be streamed; on a standby the one up to which it is replayed."""
-    return _one(
-        conn,
-        """SELECT (CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn()
-                        ELSE pg_catalog.pg_current_wal_flush_lsn() END - '0/0'::pg_catalog.pg_lsn)::bigint""",
-    )[0]
-
-
-def insert_lsn(conn: Connection) -> int:
-    """The LSN at which the next record is written, flushed or not; on a standby the one up to which it is replayed."""
-    return _one(
-        conn,
-        """SELECT (CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn()
-                        ELSE pg_catalog.pg_current_wal_insert_lsn() END - '0/0'::pg_catalog.pg_lsn)::bigint""",
-    )[0]
 
 
 def running_transactions(conn: Connection) -> str:

@@ -21,6 +21,7 @@ from pgwal_pipeline.postgres.dsn import connect, replication_connection, transla
 from pgwal_pipeline.postgres.slot_state import Connection, existing, explain, first_row, refusal
 from pgwal_pipeline.postgres.standbys import HeldBack
 from pgwal_pipeline.postgres.stream import ReplicationStream
+from pgwal_pipeline.postgres.waiting import watched
 
 _LET_GO = 10.0  # seconds for a walsender that has just ended to let go of its slot
 
@@ -69,15 +70,20 @@ class SlotCopy:
         self._dsn = dsn
 
     @classmethod
-    def make(cls, dsn: str, slot: str) -> "SlotCopy":
+    def make(cls, dsn: str, slot: str, *, blocked_timeout: float = 600.0, warn: Callable[[str], None] = lambda _: None) -> "SlotCopy":
         """Copy `slot`, whoever reads it; the copy is called `<slot>_w_…`.
 
-        Raises SourceRefused where the server or the role cannot, or no slot or walsender is free, SlotLost where the slot is gone or lost.
+        The server does not wait for open transactions with it, but for whoever is making or dropping another slot, its disk, or a lock on
+        its catalog. Those it waits for are named through `warn` after 5 s; past `blocked_timeout` seconds BlockedByTransaction is raised
+        and no copy is left. Raises SourceRefused where the server or the role cannot, or no slot or walsender is free, SlotLost where the
+        slot is gone or lost.
         """
         name = f"{slot}_w_{secrets.token_hex(4)}"
         pgconn = replication_connection(dsn)
         try:
-            run(pgconn, f"SELECT pg_catalog.pg_copy_logical_replication_slot('{slot}', '{name}', true)")
+            with closing(connect(dsn)) as watching:
+                command = f"SELECT pg_catalog.pg_copy_logical_replication_slot('{slot}', '{name}', true)"
+                watched(pgconn, command, watching, "Copying", name, blocked_timeout, warn)
         except BaseException as error:
             pgconn.finish()
             if isinstance(error, psycopg.Error):

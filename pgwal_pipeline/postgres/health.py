@@ -9,7 +9,8 @@ import psycopg
 
 from pgwal_pipeline.amounts import duration, size
 from pgwal_pipeline.errors import PgwalError
-from pgwal_pipeline.postgres import blockers, publication
+from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.postgres import blockers, positions, publication
 from pgwal_pipeline.postgres.candidates import candidate_tables
 from pgwal_pipeline.postgres.catalog import tables_of
 from pgwal_pipeline.postgres.dsn import connect, describe_dsn, replication_connection, translate
@@ -173,6 +174,24 @@ def _walsenders(source: _Source) -> Check:
     if used < limit:
         return Check("max_wal_senders", True, found)
     return Check("max_wal_senders", False, found, "Raise max_wal_senders and restart the server, or end a walsender that is not needed.")
+
+
+def _positions(source: _Source) -> Check | None:
+    """Whether the stream reaches the positions that SQL tells: a drain goes as far as one of them."""
+    try:
+        found = positions.compare(source.conn)
+    except PgwalError:
+        return None  # the check of replication says why there is no walsender
+    read, sent = format_lsn(found.before), format_lsn(found.stream)
+    if found.agree:
+        return Check("positions", True, f"a flush position read by SQL ({read}) is one that the stream reaches")
+    return Check(
+        "positions",
+        True,
+        f"the flush position read by SQL ({read} to {format_lsn(found.after)}) is none of the stream's, whose walsender is at {sent}",
+        "Nothing need be done: runs go by the walsender's position. Only mind that the server's own figures of how far a slot is behind "
+        "(pg_current_wal_lsn() - confirmed_flush_lsn) say nothing here.",
+    )
 
 
 def _publication(source: _Source) -> Check:
@@ -349,6 +368,7 @@ _LOOKS: tuple[tuple[str, Callable[[_Source], Check | None]], ...] = (
     ("max_wal_senders", _walsenders),
     # After these: it takes a walsender for a moment, and that may still be seen a moment later.
     ("replication", _replication),
+    ("positions", _positions),
     ("publication", _publication),
     ("tables", _tables),
     ("select", _select),

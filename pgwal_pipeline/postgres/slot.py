@@ -7,13 +7,11 @@ from contextlib import closing, contextmanager, suppress
 
 import psycopg
 from psycopg import errors
-from psycopg.pq.abc import PGconn, PGresult
 
 from pgwal_pipeline.amounts import duration
-from pgwal_pipeline.errors import BlockedByTransaction, PgwalError, SlotBusy
+from pgwal_pipeline.errors import PgwalError, SlotBusy
 from pgwal_pipeline.lsn import parse_lsn
-from pgwal_pipeline.postgres import blockers
-from pgwal_pipeline.postgres.command import CANCEL_TIMEOUT, cancel, run
+from pgwal_pipeline.postgres.command import CANCEL_TIMEOUT
 from pgwal_pipeline.postgres.dsn import connect, replication_connection, translate
 from pgwal_pipeline.postgres.slot_state import (
     PLUGIN,
@@ -31,6 +29,7 @@ from pgwal_pipeline.postgres.slot_state import (
     require_kind,
     require_usable,
 )
+from pgwal_pipeline.postgres.waiting import in_recovery, watched
 
 __all__ = [
     "SlotState",
@@ -46,8 +45,6 @@ __all__ = [
     "require_usable",
 ]
 
-_WARN_AFTER = 5.0  # seconds of waiting before those who are waited for are named
-_LOOK_EVERY = 1.0  # seconds between two looks at them
 _LONGEST_TIMEOUT = 2**31 - 1  # milliseconds that the server takes as a time-out
 
 
@@ -62,7 +59,7 @@ def create(dsn: str, name: str, *, blocked_timeout: float, warn: Callable[[str],
         if inspect(watching, name) is not None:
             raise refusal(watching, name, errors.DuplicateObject())
         try:
-            failover = watching.info.server_version >= 170000 and not _in_recovery(watching)
+            failover = watching.info.server_version >= 170000 and not in_recovery(watching)
             # Should this process die, the server is to give up by itself.
             with suppress(psycopg.Error):
                 making.execute("SET client_connection_check_interval = '2s'")
@@ -71,7 +68,7 @@ def create(dsn: str, name: str, *, blocked_timeout: float, warn: Callable[[str],
             command = (
                 f"SELECT pg_catalog.pg_create_logical_replication_slot('{name}', '{PLUGIN}', false, false{', true' if failover else ''})"
             )
-            _make(making.pgconn, command, watching, name, blocked_timeout, warn)
+            watched(making.pgconn, command, watching, "Making", name, blocked_timeout, warn)
         except psycopg.Error as error:
             raise refusal(watching, name, error) from error
         except BaseException:
@@ -95,7 +92,7 @@ def create_with_snapshot(
             export = "(SNAPSHOT 'export')" if watching.info.server_version >= 150000 else "EXPORT_SNAPSHOT"
             try:
                 command = f'CREATE_REPLICATION_SLOT "{name}" TEMPORARY LOGICAL {PLUGIN} {export}'
-                result = _make(walsender, command, watching, name, blocked_timeout, warn)
+                result = watched(walsender, command, watching, "Making", name, blocked_timeout, warn)
             except psycopg.Error as error:
                 raise refusal(watching, name, error) from error
             consistent, exported = result.get_value(0, 1), result.get_value(0, 2)
@@ -133,7 +130,7 @@ def force_flush(conn: Connection) -> bool:
     transaction. Raises SourceUnavailable.
     """
     try:
-        if _in_recovery(conn):
+        if in_recovery(conn):
             return False
         with conn.transaction():
             # Flushed here whatever the role's default, without waiting for a standby.
@@ -170,59 +167,6 @@ def exclusive(dsn: str, slot_name: str, timeout: float) -> Iterator[None]:
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(0.5, pause * 2)
         yield
-
-
-def _in_recovery(conn: Connection) -> bool:
-    row = conn.execute("SELECT pg_catalog.pg_is_in_recovery()").fetchone()
-    return row is not None and bool(row[0])
-
-
-def _make(pgconn: PGconn, command: str, watching: Connection, name: str, timeout: float, warn: Callable[[str], None]) -> PGresult:
-    """Run what makes a slot; when the wait ends otherwise than by the server's answer, the command is cancelled there first."""
-    watch = _Watch(watching, pgconn.backend_pid, name, timeout, warn)
-    try:
-        return run(pgconn, command, on_wait=watch)
-    except psycopg.Error:
-        raise
-    except BaseException:
-        cancel(pgconn, watching)
-        raise
-
-
-class _Watch:
-    """Called while a slot is being made: names whom the server waits for, and gives up in time."""
-
-    def __init__(self, conn: Connection, pid: int, name: str, timeout: float, warn: Callable[[str], None]) -> None:
-        self._conn = conn
-        self._pid = pid
-        self._name = name
-        self._timeout = timeout
-        self._warn = warn
-        self._started = time.monotonic()
-        self._looked = self._started + _WARN_AFTER - _LOOK_EVERY
-        self._named = ""
-
-    def __call__(self) -> None:
-        now = time.monotonic()
-        if now - self._started >= self._timeout:
-            raise BlockedByTransaction(
-                f"Slot {self._name} could not be made within {duration(self._timeout)} (PGWAL_BLOCKED_TIMEOUT), as the source "
-                f"waits for {self._whom()[0]}. End that (SELECT pg_terminate_backend(PID), or ROLLBACK PREPARED), or raise the setting."
-            )
-        if now - self._looked >= _LOOK_EVERY:
-            self._looked = now
-            text, who = self._whom()
-            if who != self._named:
-                self._named = who
-                self._warn(f"Making slot {self._name} waits for {text}.")
-
-    def _whom(self) -> tuple[str, str]:
-        """Those the server waits for, in words, and what tells them from others."""
-        found = blockers.blocking(self._conn, self._pid)
-        if not found and _in_recovery(self._conn):
-            text = "the primary's next record of its running transactions (SELECT pg_log_standby_snapshot() on the primary writes one)"
-            return text, text
-        return blockers.describe(found), " ".join(str(blocker.pid or blocker.gid) for blocker in found)
 
 
 def _let_go_when_unreachable(conn: Connection) -> None:

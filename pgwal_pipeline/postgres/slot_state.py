@@ -1,7 +1,7 @@
 """What the server shows of a replication slot, and what to say when a slot is not as it must be."""
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -9,6 +9,7 @@ import psycopg
 from psycopg import errors
 
 from pgwal_pipeline.errors import PgwalError, SlotBusy, SlotLost, SourceRefused
+from pgwal_pipeline.postgres import positions
 from pgwal_pipeline.postgres.dsn import connect, translate
 from pgwal_pipeline.relation import quote_ident
 
@@ -53,9 +54,6 @@ _INVALIDATION = {
     "idle_timeout": "nobody read it for longer than idle_replication_slot_timeout",
     "conflict": "it stood in the way of the standby's recovery",
 }
-_END_OF_WAL = (
-    "CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn() ELSE pg_catalog.pg_current_wal_flush_lsn() END"
-)
 
 
 def inspect(conn: Connection, name: str) -> SlotState | None:
@@ -70,12 +68,17 @@ def inspect(conn: Connection, name: str) -> SlotState | None:
         conn,
         f"looking at slot {name}",
         f"""SELECT s.slot_name::text, s.active, s.active_pid, {_bytes("s.confirmed_flush_lsn")}, {_bytes("s.restart_lsn")},
-            greatest(0, {_bytes(_END_OF_WAL)} - {_bytes("s.confirmed_flush_lsn")}), coalesce(s.wal_status, ''), s.safe_wal_size,
+            greatest(0, {_bytes(positions.FLUSHED)} - {_bytes("s.confirmed_flush_lsn")}), coalesce(s.wal_status, ''), s.safe_wal_size,
             coalesce(s.plugin::text, ''), coalesce(s.database::text, ''), {reason}, {since}
             FROM pg_catalog.pg_replication_slots s WHERE s.slot_name = %s""",
         name,
     )
-    return None if row is None else SlotState(*row)
+    if row is None:
+        return None
+    state = SlotState(*row)
+    if positions.known_to_differ(conn):
+        return replace(state, lag_bytes=max(0, positions.stream_position(conn) - state.confirmed_flush_lsn))
+    return state
 
 
 def existing(conn: Connection, name: str) -> SlotState:

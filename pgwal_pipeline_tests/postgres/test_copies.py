@@ -1,20 +1,26 @@
 """Copies of the slot against real servers: they give what the slot gives from a position on, and go with their session."""
 
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from pgwal_pipeline.errors import SlotBusy, SlotLost, SourceRefused, SourceUnavailable
+from pgwal_pipeline.errors import BlockedByTransaction, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.lsn import parse_lsn
-from pgwal_pipeline.postgres import catalog, copies, slot, standbys
+from pgwal_pipeline.postgres import catalog, command, copies, slot, standbys, waiting
 from pgwal_pipeline.postgres.copies import Room, SlotCopy
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import HEADER_BYTES, ReplicationStream
 from pgwal_pipeline_tests.postgres.standby import standby_of
+from pgwal_pipeline_tests.proxy import Proxy, proxied, tcp
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
 
@@ -187,3 +193,120 @@ def test_on_a_standby(make_server: Callable[..., Postgres], tmp_path: Path) -> N
 def test_a_slot_that_is_not_there(source: Source) -> None:
     with pytest.raises((SlotLost, SourceRefused)):
         SlotCopy.make(source.dsn, "missing")
+
+
+_FILES = 50_000  # whose removal takes long enough to be caught in the middle
+
+
+@contextmanager
+def a_stopped_drop(server: Postgres, source: Source) -> Iterator[int]:
+    """While it lasts, a session that drops a slot stands still in the middle of that, as on a disk that hangs; its pid.
+
+    It holds the server's lock under which slots are made, and which no cancelling frees.
+    """
+    source.sql("SELECT pg_create_physical_replication_slot('stopped', true)")
+    folder = server.data_dir / "pg_replslot"
+    for number in range(_FILES):
+        os.mknod(folder / "stopped" / f"file_{number}", 0o600)
+    session = source.connect(application_name="the dropper")
+    pid, going = session.info.backend_pid, folder / "stopped.tmp"
+    dropping = threading.Thread(target=lambda: session.execute("SELECT pg_drop_replication_slot('stopped')"))
+    dropping.start()
+    while not going.exists():
+        assert dropping.is_alive()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert any(going.iterdir()), "it was caught too late"
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        dropping.join()
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_WARN_AFTER", 0.2)
+    monkeypatch.setattr(waiting, "_LOOK_EVERY", 0.2)
+    monkeypatch.setattr(command, "CANCEL_TIMEOUT", 0.5)
+
+
+COPIES = "SELECT slot_name FROM pg_replication_slots WHERE starts_with(slot_name::text, %s || '_w_')"
+WALSENDERS = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'walsender'"
+
+
+@pytest.mark.usefixtures("soon")
+def test_copying_waits_for_whoever_holds_the_servers_lock_on_slots_and_no_longer_than_it_may(source: Source) -> None:
+    name, warnings = make(source), []
+    assert isinstance(source.server, Postgres)
+    with a_stopped_drop(source.server, source) as pid:
+        started = time.monotonic()
+        with pytest.raises(BlockedByTransaction) as caught:
+            SlotCopy.make(source.dsn, name, blocked_timeout=2, warn=warnings.append)
+        assert 1.9 < time.monotonic() - started < 8
+        named = rf"LWLock ReplicationSlotAllocation, which one of these has: pid {pid}, the dropper, "
+        assert caught.match(rf"Slot {name}_w_\w+ could not be copied within 2 s \(PGWAL_BLOCKED_TIMEOUT\), as the source waits for {named}")
+        assert "SELECT pg_drop_replication_slot('stopped')" in str(caught.value)
+        (warning,) = warnings
+        assert f"waits for LWLock ReplicationSlotAllocation, which one of these has: pid {pid}, the dropper" in warning
+        # Neither is a slot that is made: it cannot be cancelled there, and is not waited for without end either.
+        started = time.monotonic()
+        with pytest.raises(BlockedByTransaction, match=f"could not be made within 1 s.*pid {pid}, the dropper"):
+            slot.create(source.dsn, f"{name}_2", blocked_timeout=1, warn=warnings.append)
+        assert time.monotonic() - started < 8
+    wait_for(lambda: not source.sql(WALSENDERS), what="the session of the copy to end")
+    assert source.sql(COPIES, name) == []
+    assert source.sql("SELECT FROM pg_replication_slots WHERE slot_name = %s", f"{name}_2") == []
+    SlotCopy.make(source.dsn, name).close()
+
+
+@pytest.mark.usefixtures("soon")
+def test_copying_goes_on_when_the_one_who_was_named_has_gone(source: Source) -> None:
+    name, warnings = make(source), []
+    blocker = source.connect(autocommit=False, application_name="vacuum full")
+
+    def warn(text: str) -> None:
+        warnings.append(text)
+        blocker.rollback()
+
+    blocker.execute("LOCK TABLE pg_catalog.pg_proc IN ACCESS EXCLUSIVE MODE")
+    with closing(SlotCopy.make(source.dsn, name, blocked_timeout=30, warn=warn)) as copy:
+        assert source.sql(COPIES, name) == [(copy.name,)]
+    (warning,) = warnings
+    assert f"Copying slot {copy.name} waits for " in warning
+    # A lock on the catalog may keep a look from naming its holder; then it says that much.
+    assert f"pid {blocker.info.backend_pid}, vacuum full" in warning or "a session that has locked a table of the catalog" in warning
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_copy_whose_answer_never_comes_is_given_up(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, warnings = make(source), []
+    with Proxy(*tcp(source)) as proxy:
+        real = copies.replication_connection
+
+        def walsender(dsn: str) -> object:
+            made = real(proxied(source, proxy))
+            proxy.frozen.set()
+            return made
+
+        monkeypatch.setattr(copies, "replication_connection", walsender)
+        started = time.monotonic()
+        with pytest.raises(BlockedByTransaction, match="could not be copied within 1 s"):
+            SlotCopy.make(source.dsn, name, blocked_timeout=1, warn=warnings.append)
+        assert time.monotonic() - started < 8
+    assert "nobody else, though no answer comes" in warnings[0]
+    wait_for(lambda: not source.sql(WALSENDERS), what="the session of the copy to end")
+    assert source.sql(COPIES, name) == []
+
+
+def test_open_transactions_do_not_hold_a_copy_up(source_matrix: Source) -> None:
+    """They hold up a slot that is made: the copy begins where the slot does."""
+    source = source_matrix
+    name = make(source)
+    writer = source.connect(autocommit=False)
+    writer.execute("INSERT INTO t VALUES (1)")
+
+    def silent(text: str) -> None:
+        raise AssertionError(text)
+
+    SlotCopy.make(source.dsn, name, blocked_timeout=20, warn=silent).close()
+    writer.rollback()

@@ -16,7 +16,7 @@ import pytest
 from pgwal_pipeline.errors import BlockedByTransaction, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.lsn import parse_lsn
-from pgwal_pipeline.postgres import slot
+from pgwal_pipeline.postgres import slot, waiting
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline_tests.postgres.standby import standby_of
@@ -131,7 +131,7 @@ def test_a_role_without_replication(source_matrix: Source) -> None:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot, "_WARN_AFTER", 0.2)
+    monkeypatch.setattr(waiting, "_WARN_AFTER", 0.2)
 
 
 @pytest.mark.usefixtures("soon")

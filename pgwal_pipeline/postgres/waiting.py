@@ -1,0 +1,99 @@
+"""A slot being made or copied, watched from another session: the server may wait for others with it, and is not waited for without end."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+from psycopg.pq.abc import PGconn, PGresult
+
+from pgwal_pipeline.amounts import duration
+from pgwal_pipeline.errors import BlockedByTransaction
+from pgwal_pipeline.postgres import blockers
+from pgwal_pipeline.postgres.command import cancel, run
+
+Connection = psycopg.Connection[Any]
+
+_WARN_AFTER = 5.0  # seconds of waiting before those who are waited for are named
+_LOOK_EVERY = 1.0  # seconds between two looks at them
+_LOCK_TIMEOUT = "2s"  # for a look, should somebody have locked the catalog too
+_DONE = {"Making": "made", "Copying": "copied"}
+
+
+def watched(
+    pgconn: PGconn, command: str, watching: Connection, doing: str, name: str, timeout: float, warn: Callable[[str], None]
+) -> PGresult:
+    """Run the `command` that makes slot `name`; `doing` is "Making" or "Copying".
+
+    Those whom the server waits for are named through `warn` after 5 s, and BlockedByTransaction is raised after `timeout` seconds. When the
+    wait ends otherwise than by the server's answer, the command is cancelled there first. Raises psycopg.Error for what the server says.
+    """
+    watch = _Watch(watching, pgconn.backend_pid, doing, name, timeout, warn)
+    try:
+        return run(pgconn, command, on_wait=watch)
+    except psycopg.Error:
+        raise
+    except BaseException:
+        cancel(pgconn, watching)
+        raise
+
+
+def in_recovery(conn: Connection) -> bool:
+    """Whether the server is a standby."""
+    row = conn.execute("SELECT pg_catalog.pg_is_in_recovery()").fetchone()
+    return row is not None and bool(row[0])
+
+
+class _Watch:
+    """Called while a slot is being made: names whom the server waits for, and gives up in time."""
+
+    def __init__(self, conn: Connection, pid: int, doing: str, name: str, timeout: float, warn: Callable[[str], None]) -> None:
+        self._conn = conn
+        self._pid = pid
+        self._doing = doing
+        self._name = name
+        self._timeout = timeout
+        self._warn = warn
+        self._started = time.monotonic()
+        self._looked = self._started + _WARN_AFTER - _LOOK_EVERY
+        self._named = ""
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._started >= self._timeout:
+            raise BlockedByTransaction(
+                f"Slot {self._name} could not be {_DONE[self._doing]} within {duration(self._timeout)} (PGWAL_BLOCKED_TIMEOUT), as the "
+                f"source waits for {self._whom()[0]}. End that (SELECT pg_terminate_backend(PID), or ROLLBACK PREPARED), or raise the "
+                f"setting."
+            )
+        if now - self._looked >= _LOOK_EVERY:
+            self._looked = now
+            text, who = self._whom()
+            if who != self._named:
+                self._named = who
+                self._warn(f"{self._doing} slot {self._name} waits for {text}.")
+
+    def _whom(self) -> tuple[str, str]:
+        """Those the server waits for, in words, and what tells them from others."""
+        try:
+            with self._conn.transaction():
+                self._conn.execute(f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT}'".encode())
+                found = blockers.blocking(self._conn, self._pid)
+                if found:
+                    return blockers.describe(found), " ".join(str(blocker.pid or blocker.gid) for blocker in found)
+                if self._doing == "Making" and in_recovery(self._conn):
+                    text = (
+                        "the primary's next record of its running transactions (SELECT pg_log_standby_snapshot() on the primary writes one)"
+                    )
+                    return text, text
+                event = blockers.waits_on(self._conn, self._pid)
+                if event is not None:
+                    found = blockers.at_slots(self._conn, self._pid)
+                    who = f", which one of these has: {blockers.describe(found)}" if found else ""
+                    return f"{event}{who}", " ".join([event, *(str(blocker.pid) for blocker in found)])
+        except psycopg.errors.LockNotAvailable:
+            text = "a session that has locked a table of the catalog (pg_locks names it, once it can be read)"
+            return text, text
+        if self._doing == "Making":
+            return blockers.describe([]), ""
+        return "nobody else, though no answer comes", "nobody"
