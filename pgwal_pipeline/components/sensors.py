@@ -174,7 +174,7 @@ def look_for_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, 
     position = slot.flushed()
     waiting = slot.needs_snapshot()
     if not waiting:
-        return dg.SensorResult(skip_reason="Every table that is known has been read.")
+        return dg.SensorResult(skip_reason="Every table of the publication has been read.")
     blocked = slot.blocked(waiting)
     if len(blocked) == len(waiting):
         return dg.SensorResult(skip_reason=f"To be read: {', '.join(map(str, waiting[:_NAMES_SHOWN]))}. {next(iter(blocked.values()))}")

@@ -64,9 +64,10 @@ def is_tables_own(error: BaseException, lake: Lake, answers: Callable[[], object
 
 
 def table_error(error: BaseException, table: object, stage: str, oid: int = 0) -> TableError:
-    """The TableError that says what happened to a table at `stage`, in one sentence."""
+    """The TableError that says what happened to a table at `stage`, in one sentence; one that is a TableError already, as it is."""
     if isinstance(error, TableError):
-        return TableError(error.table or str(table), str(error), error.oid or oid, error.stage or stage)
+        error.stage, error.oid = error.stage or stage, error.oid or oid
+        return error
     said = str(error) if isinstance(error, PgwalError) else f"Table {table}: {STAGES[stage]} ({_said(error)})."
     return TableError(str(table), said, oid, stage)
 
@@ -83,7 +84,8 @@ def table_work(lake: Lake, table: object, stage: str, *, oid: int = 0, answers: 
     except Exception as error:
         if not is_tables_own(error, lake, answers):
             raise
-        raise table_error(error, table, stage, oid) from error
+        found = table_error(error, table, stage, oid)
+        raise found from (None if found is error else error)
 
 
 def _said(error: BaseException) -> str:

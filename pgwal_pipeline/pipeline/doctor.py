@@ -47,7 +47,7 @@ def examine(environment: Mapping[str, str]) -> list[Check]:
     checks.append(_probe("lake", lambda: _lake(settings)))
     if all(check.ok for check in checks):  # else they have said already what is in the way
         checks.append(_probe("agreement", lambda: _agreement(settings)))
-    checks.append(_probe("tables", lambda: _tables(settings)))
+    checks.append(_probe("followed", lambda: _tables(settings)))
     checks.append(_dagster(environment.get("DAGSTER_HOME") or ".dagster"))
     remote = settings.spark_remote
     checks.append(_probe("java", _java) if remote is None else _probe("spark", lambda: _spark(remote)))
@@ -80,10 +80,10 @@ def _tables(settings: Settings) -> Check:
     """Whether all tables are followed: one in error stops no other, but a sync ends with 1 for it."""
     failed = {str(name): state.reason for name, state in Ledger(Lake(settings.lake)).tables().items() if state.state == "error"}
     if not failed:
-        return Check("tables", True, "no table is in error")
+        return Check("followed", True, "no table is in error")
     reasons = " ".join(f"{name}: {reason}" for name, reason in failed.items())
     back = ", ".join(f"pgwal resnapshot '{name}'" for name in failed)
-    return Check("tables", False, f"{len(failed)} in error, the others go on. {reasons}", f"Mend the cause, then run {back}.")
+    return Check("followed", False, f"{len(failed)} in error, the others go on. {reasons}", f"Mend the cause, then run {back}.")
 
 
 def _agreement(settings: Settings) -> Check:

@@ -187,7 +187,7 @@ def _note(ledger: Ledger, state: TableState, error: TableError) -> None:
     now = datetime.now(UTC)
 
     def noted(known: TableState) -> TableState:
-        if isinstance(error, copy.TableChanged) or isinstance(error.__cause__, copy.TableChanged):
+        if isinstance(error, copy.TableChanged):
             failures = known.failures + 1
             return replace(_interrupted(known, str(error)), failures=failures, retry_at=now + pause_after(failures))
         if error.stage == "describe":  # its definition stands in the way: only a look at the source can see that gone

@@ -1,6 +1,6 @@
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +36,7 @@ class FakeSlot:
     reading: LagReading = START
     away: bool = False
     waiting: tuple[TableName, ...] = ()
+    older: Mapping[TableName, str] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
 
     def lag(self) -> LagReading:
@@ -48,6 +49,9 @@ class FakeSlot:
 
     def needs_snapshot(self) -> tuple[TableName, ...]:
         return self.waiting
+
+    def blocked(self, tables: Collection[TableName]) -> Mapping[TableName, str]:
+        return {table: self.older[table] for table in tables if table in self.older}
 
     def writes(self, size: int = 8) -> None:
         """The source commits a transaction of `size` bytes of WAL."""
@@ -185,7 +189,8 @@ def test_a_source_that_is_away_is_waited_for(ticks: Ticks, slot: FakeSlot) -> No
     ticks()
     slot.writes(1000)
     slot.away = True
-    assert reason(ticks()) == "The source me@there:5432/db cannot be reached."
+    with pytest.raises(SourceUnavailable, match="The source me@there:5432/db cannot be reached"):
+        ticks()
     slot.away = False
     assert requests(ticks())
 
@@ -247,9 +252,14 @@ def test_new_tables_are_asked_for_until_they_are_read(
     slot.waiting = (TableName("public", "orders"),)
     assert requests(ticks()) == [(None, None, "snapshot 0000000000001000#1")]
     assert requests(ticks()) == [(None, None, "snapshot 0000000000001000#2")]
-    slot.away = True
-    assert "cannot be reached" in reason(ticks())
-    slot.away = False
+    slot.older = {TableName("public", "orders"): "It waits for pid 7."}
+    assert reason(ticks()) == "To be read: public.orders. It waits for pid 7."
+    slot.older = {}
+    for waiting in ((), slot.waiting):
+        slot.waiting, slot.away = waiting, True
+        with pytest.raises(SourceUnavailable, match="cannot be reached"):
+            ticks()
+        slot.away = False
 
     @dg.job
     def snapshot() -> None: ...
@@ -280,4 +290,5 @@ def test_the_hourly_sync_asks_only_for_what_is_unread(source: CdcSource, slot: F
     assert asked.partition_key == "0000000000001008"
     assert instance.get_dynamic_partitions("wal_windows") == ["0000000000001008"]
     slot.away = True
-    assert isinstance(evaluate(), dg.SkipReason)
+    with pytest.raises(SourceUnavailable, match="cannot be reached"):
+        evaluate()

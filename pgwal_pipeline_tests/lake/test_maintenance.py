@@ -78,7 +78,7 @@ def test_windows_past_retention_and_published_go_and_the_others_stay(lake: Lake,
         (TableState(_ORDERS, 1, "ready", generation="g1"), True),
         (TableState(_ORDERS, 1, "ready", generation="g2", published="g1"), True),
         (TableState(_ORDERS, 1, "ready", generation="g1", published="g1", reading="g2"), True),
-        (TableState(_ORDERS, 1, "error", generation="g1", published="g1"), True),
+        (TableState(_ORDERS, 1, "error", generation="g1", published="g1"), False),
         (TableState(_ORDERS, 1, "ready", generation="g1", published="g1"), False),
         (TableState(_ORDERS, 1, "gone", generation="g1"), False),
     ],
@@ -92,6 +92,18 @@ def test_a_window_stays_while_a_table_needs_its_changes(lake: Lake, ledger: Ledg
     assert pruned.keys == ((window_key(300),) if kept else (window_key(200), window_key(300)))
     assert _ids(lake, _ORDERS) == ([1] if kept else [])
     assert _ids(lake, _LINES) == ([1] if kept else [])
+
+
+def test_a_table_in_error_has_a_gap_once_its_changes_are_pruned(lake: Lake, ledger: Ledger) -> None:
+    """It holds up no other; tried again by itself it would lack them."""
+    _drain(ledger, 100, inserts("orders", {"id": [1]}), inserts("lines", {"id": [1]}))
+    _ready(ledger, _LINES)
+    ledger.record_tables([TableState(_ORDERS, 1, "ready", generation="g1", published="g1").failed("merge", "It failed.", _NOW)])
+    prune_raw(lake, ledger, _NOW + timedelta(days=1), 300)
+    state = ledger.tables()[_ORDERS]
+    assert (state.state, state.left_out, state.generation) == ("error", True, None)
+    assert (state.reason or "").startswith("It failed. Raw has been pruned")
+    assert ledger.tables()[_LINES].state == "ready"
 
 
 def test_pruning_that_was_cut_off_is_finished_by_the_next(lake: Lake, ledger: Ledger) -> None:
