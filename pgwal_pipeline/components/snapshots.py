@@ -77,8 +77,6 @@ def _snapshot(context: StepContext, source: CdcSource, tables: tuple[TableName, 
 
     with at_work(context, source.snapshot_tags):
         done = snapshot(slot_of(context, source).settings, tables or None, progress=progress.for_run(context.log))
-    for table, reason in done.blocked.items():
-        context.log.warning(f"Table {table} is not read yet, and each later run looks again: {reason}")
     observe_slot(
         context,
         source,

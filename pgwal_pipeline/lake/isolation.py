@@ -96,10 +96,10 @@ def failures(what: str) -> Iterator[None]:
                 f"{what}: Spark cannot read a file of the lake ({said}). If it is damaged or gone, restore it from a copy of the lake, or "
                 f"read the table again with `pgwal resnapshot`; if the store failed for now, run it again."
             )
-            unread.transient = passing(f"{error}\n{_trace(error)}")
+            unread.transient = passing(_messages(error))
             raise unread from error
         failed = LakeError(f"{what}: Spark failed ({said}); what it wrote above says more.")
-        failed.transient = passing(f"{error}\n{_trace(error)}")
+        failed.transient = passing(_messages(error))
         raise failed from error
 
 
@@ -150,6 +150,12 @@ def _said(error: Exception) -> str:
     telling = [line for line in lines if line and not line.startswith("An error occurred while calling ")]
     said = next(filter(_UNREADABLE.search, telling), telling[0] if telling else type(error).__name__)
     return said[:300].rstrip(".")
+
+
+def _messages(error: Exception) -> str:
+    """What an error and its causes say, without the places in the code that a trace names."""
+    lines = f"{error}\n{_trace(error)}".splitlines()
+    return "\n".join(line for line in lines if not line.lstrip().startswith("at "))
 
 
 def _trace(error: Exception) -> str:

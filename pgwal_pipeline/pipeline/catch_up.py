@@ -193,7 +193,8 @@ def _stream(run: Pass, plan: Plan, start_lsn: int) -> ReplicationStream:
     settings = run.settings
     if start_lsn > plan.start_lsn:
         try:
-            return SlotCopy.make(settings.dsn, settings.slot).stream(settings.publication, start_lsn, server_version=run.server_version)
+            copy = SlotCopy.make(settings.dsn, settings.slot, blocked_timeout=settings.blocked_timeout, warn=run.warn)
+            return copy.stream(settings.publication, start_lsn, server_version=run.server_version)
         except SourceRefused as refusal:
             run.progress.say(f"The slot itself is read from {format_lsn(start_lsn)} on, for it cannot be copied: {refusal}")
     return open_stream(run, start_lsn)

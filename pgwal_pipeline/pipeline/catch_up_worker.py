@@ -94,7 +94,11 @@ def _work(teller: _Teller) -> int:
 
 def _read(settings: Settings, start: int, end: int, version: int, teller: _Teller) -> None:
     ledger = Ledger(Lake(settings.lake))
-    with closing(connect(settings.dsn)) as conn, closing(SlotCopy.make(settings.dsn, settings.slot)) as copy:
+    timeout = settings.blocked_timeout
+    with (
+        closing(connect(settings.dsn)) as conn,
+        closing(SlotCopy.make(settings.dsn, settings.slot, blocked_timeout=timeout, warn=teller.warn)) as copy,
+    ):
         teller.tell(ready=True)
         failpoints.hit("catch_up.copied")
         teller.say(f"{copy.name} is moved to {format_lsn(start)}")

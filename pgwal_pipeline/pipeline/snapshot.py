@@ -151,6 +151,7 @@ def snapshot(
                     reports.append(_TableRead(settings, conn, ledger, state, published[state.oid], noted, watch).run())
             except BlockedByTransaction as error:
                 waits[state.table] = str(error)
+                noted.warn(f"Table {state.table} is not read yet, and a later run looks again: {error}")
                 _tell(ledger, state, str(error))
             except TableError as error:
                 noted.warn(str(error))

@@ -1,0 +1,51 @@
+"""Tables that cannot be followed because of their columns' names: changes to them cost nobody anything."""
+
+from pgwal_pipeline.relation import TableName
+from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.support import Source
+
+_CLASHING = {
+    "c0": '"A" int PRIMARY KEY, a text',
+    "c1": "id int PRIMARY KEY, _pgwal_text text",
+    "c2": "id int PRIMARY KEY, _pgwal_commit_lsn text",
+    "c3": "id int PRIMARY KEY, _pgwal_op text, _pgwal_window text",
+}
+# Names that other tools keep for themselves, but that a table may have.
+_ALLOWED = {
+    "_metadata": "id int PRIMARY KEY, _metadata text, _change_type text, _commit_version int, _commit_timestamp timestamp",
+    "_delta_log": "id int PRIMARY KEY, _delta_log text, path text, seq int, partition text",
+    "_pgwal": "id int PRIMARY KEY, __index_level_0__ int, t text, s text, n int",
+    "select": 'id int PRIMARY KEY, "${x}" text, "`" text, "a.b" text, " " text',
+}
+
+
+def changed(source: Source, number: int) -> None:
+    """A row more in each table, and every row written once more."""
+    for table, columns in (_CLASHING | _ALLOWED).items():
+        key = '"A"' if table == "c0" else "id"
+        source.sql(f'INSERT INTO "{table}" ({key}) VALUES ({number})')
+        source.sql(f'UPDATE "{table}" SET {key} = {key}')
+        assert columns
+    source.sql(f"INSERT INTO sound VALUES ({number})")
+
+
+def test_changes_to_tables_with_names_that_clash(source: Source, pipeline: Pipeline) -> None:
+    source.sql("CREATE TABLE sound (id int PRIMARY KEY)")
+    for table, columns in (_CLASHING | _ALLOWED).items():
+        source.sql(f'CREATE TABLE "{table}" ({columns})')
+    for number in range(1, 4):
+        changed(source, number)
+        report = pipeline.sync()
+        assert set(report.errors) == {f"public.{table}" for table in _CLASHING}
+        pipeline.assert_current("public.sound", "public._metadata", "public._delta_log", "public._pgwal")
+    states = pipeline.ledger.tables()
+    assert {states[TableName("public", table)].state for table in _CLASHING} == {"error"}
+    assert states[TableName("public", "select")].state == "ready"
+    # One column after another gets a name that can stand: the next run takes each table in.
+    source.sql('ALTER TABLE c0 RENAME COLUMN "A" TO b')
+    source.sql("ALTER TABLE c1 RENAME COLUMN _pgwal_text TO text")
+    source.sql("ALTER TABLE c2 DROP COLUMN _pgwal_commit_lsn")
+    source.sql("INSERT INTO c1 VALUES (100, 'after')")
+    report = pipeline.sync()
+    assert set(report.errors) == {"public.c3"}
+    pipeline.assert_current("public.c0", "public.c1", "public.c2", "public.sound")
