@@ -8,6 +8,7 @@ from typing import Any
 import dagster as dg
 
 from pgwal_pipeline import progress
+from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.asset_specs import EQUALS_SOURCE_CHECK, HEALTH_CHECK
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.raw import report_windows
@@ -15,9 +16,9 @@ from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slo
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline.reports import LagReading, TableComparison, VerifyReport, publish_json
 from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.slot_loss import LEAST_NOTICE, seconds_to_loss
 
 _RATE_SECONDS = 1.0  # how long the check watches the source write, for the rate
-_SOON = 3600.0  # seconds left until the slot is lost from which on the check warns
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,14 @@ def judge_health(slot_name: str, reading: LagReading, bytes_per_second: float | 
         return Verdict(False, error, f"Slot {slot_name} is lost, its WAL is gone: run `pgwal resnapshot --all`.", metadata)
     if reading.wal_status == "unreserved":
         return Verdict(False, error, f"Slot {slot_name} may be lost at the next checkpoint: drain it now.", metadata)
-    if reading.safe_wal_size is not None and bytes_per_second:
-        left = max(0.0, reading.safe_wal_size / bytes_per_second)
+    left = seconds_to_loss(reading.safe_wal_size, bytes_per_second)
+    if left is not None:
         metadata["pgwal/seconds_to_invalidation"] = round(left)
-        if left < _SOON:
+        if left < LEAST_NOTICE:
             return Verdict(
                 False,
                 warn,
-                f"At the present rate slot {slot_name} is lost in {left / 60:.0f} minutes unless it is drained: see that runs succeed, "
+                f"At the present rate slot {slot_name} is lost in {duration(left)} unless it is drained: see that runs succeed, "
                 "or raise max_slot_wal_keep_size on the source.",
                 metadata,
             )

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from pgwal_pipeline.relation import Column, PgType, Relation, TableName
+from pgwal_pipeline.storage import Storage
 from pgwal_pipeline.xid import TransactionMark
 
 WindowState = Literal["prepared", "complete", "pruned"]
@@ -111,7 +112,7 @@ class TableState:
 
     `generation` is the snapshot in force, `reading` the one under way, `published` the one that `current` is built on. The table may be
     read once every transaction older than `joined_xid` (64 bits) has ended, and published once the frontier has passed `required_lsn`.
-    `storage` is how the table was stored at the last look (JSON of `postgres.storage.Storage`), `dropped` the columns that are gone since.
+    `storage` is how the table was stored at the last look, `dropped` the columns that are gone since.
     `kept_as` is its place in the lake, None where that is its name, and `earlier` are the oids of tables that stood there before it.
 
     Of a table in `error`, `stage` is the work that failed (`lake.faults.STAGES`), `gap_lsn` where its changes begin to be missing from raw,
@@ -131,7 +132,7 @@ class TableState:
     published: str | None = None
     joined_xid: int | None = None
     required_lsn: int | None = None
-    storage: str | None = None
+    storage: Storage | None = None
     dropped: tuple[str, ...] = ()
     kept_as: TableName | None = None
     earlier: tuple[int, ...] = ()

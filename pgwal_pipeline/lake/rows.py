@@ -24,6 +24,7 @@ from pgwal_pipeline.lake.records import (
     relation_to_json,
 )
 from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.storage import Storage
 from pgwal_pipeline.xid import TransactionMark
 
 _MOMENT = pa.timestamp("us", "UTC")
@@ -225,6 +226,7 @@ def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:
                 "earlier": list(state.earlier),
                 "kept_as": None if state.kept_as is None else str(state.kept_as),
                 "relation": None if state.relation is None else relation_to_json(state.relation),
+                "storage": None if state.storage is None else state.storage.to_json(),
                 "at": state.at or now,
             }
             for state in states
@@ -249,6 +251,7 @@ def states(rows: pa.Table) -> list[TableState]:
                 raw_from=row["raw_from"] or 0,
                 kept_as=None if row["kept_as"] is None else TableName.parse(row["kept_as"]),
                 relation=None if row["relation"] is None else relation_from_json(row["relation"]),
+                storage=None if row["storage"] is None else Storage.from_json(row["storage"]),
             )
         )
         for row in _records(rows)

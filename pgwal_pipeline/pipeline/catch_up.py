@@ -28,6 +28,7 @@ from pgwal_pipeline.postgres.copies import Room, SlotCopy
 from pgwal_pipeline.postgres.dsn import on_this_machine
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.slot_loss import seconds_to_loss
 from pgwal_pipeline.xid import Snapshot
 
 _LEAST_WINDOW = 256 << 10  # bytes of WAL; less is not worth a process
@@ -241,10 +242,11 @@ def falling_behind(slot: str, pace: Pace, threshold: int) -> str | None:
     if pace.left < threshold or pace.written <= pace.drained or pace.seconds <= 0:
         return None
     source, ours = pace.written / pace.seconds, pace.drained / pace.seconds
-    if pace.safe is None:
+    seconds = seconds_to_loss(pace.safe, source - ours)
+    if seconds is None:
         comes = f"nothing limits what slot {slot} keeps, so that it fills the source's disk (max_slot_wal_keep_size would limit it)"
     else:
-        comes = f"slot {slot} is lost in about {duration(pace.safe / (source - ours))} at these rates (max_slot_wal_keep_size)"
+        comes = f"slot {slot} is lost in about {duration(seconds)} at these rates (max_slot_wal_keep_size)"
     return (
         f"The backlog grows faster than it is drained: the source writes {source / 2**20:.1f} MB of WAL a second, {ours / 2**20:.1f} MB "
         f"are drained, and {comes}. Give the drain more cores and PGWAL_CATCHUP_SLOTS, or write less."

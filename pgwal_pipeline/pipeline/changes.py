@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pgwal_pipeline.decode.types import arrow_type
 from pgwal_pipeline.lake.facts import StreamFacts
 from pgwal_pipeline.lake.ledger import TableState
-from pgwal_pipeline.postgres.storage import Storage
 from pgwal_pipeline.relation import Relation
+from pgwal_pipeline.storage import Storage
 from pgwal_pipeline.xid import Snapshot
 
 
@@ -40,7 +40,7 @@ def read_again(state: TableState, look: Look, reason: str, joined_xid: int | Non
         reason=f"it is read again: {reason}",
         key=look.relation.key,
         relation=look.relation,
-        storage=look.storage.to_json(),
+        storage=look.storage,
         generation=None,
         reading=None,
         published=None,

@@ -19,8 +19,9 @@ from pgwal_pipeline.lake.places import free_place
 from pgwal_pipeline.lake.raw import check_columns, ensure_raw_table
 from pgwal_pipeline.pipeline.changes import Look, altered, dropped, had_others_names, read_again, republished, rewritten
 from pgwal_pipeline.postgres import catalog
-from pgwal_pipeline.postgres.storage import Storage, storages
+from pgwal_pipeline.postgres.storage import storages
 from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.storage import Storage
 from pgwal_pipeline.xid import Snapshot
 
 Connection = psycopg.Connection[Any]
@@ -119,7 +120,7 @@ def review_tables(
                 changed.append(replace(state, state="gone", reason=_GONE))
             seen = state
             if state is not None and earlier is not None and state.storage is not None and not _joins(state, look):
-                seen = _reviewed(state, Storage.from_json(state.storage), earlier, look, facts, ended, unborn_xid, rewrites)
+                seen = _reviewed(state, state.storage, earlier, look, facts, ended, unborn_xid, rewrites)
                 if seen.reason is not None and seen.reason != state.reason:
                     news[str(table)] = seen.reason
             if seen is not None and seen.oid == look.relation.oid and seen != recorded.get(table):
@@ -171,12 +172,11 @@ def _joins(known: TableState | None, look: Look) -> bool:
     if known is None or known.oid != look.relation.oid or not known.followed:
         return True
     # What could not be followed may be possible now that it is another table.
-    unread = known.state == "error" and not known.is_read and known.storage is not None
-    if not unread:
+    if known.state != "error" or known.is_read or known.storage is None:
         return False
     was = known.relation
     identity = was is not None and (was.replica_identity, was.key) != (look.relation.replica_identity, look.relation.key)
-    return identity or Storage.from_json(known.storage or "").columns != look.storage.columns
+    return identity or known.storage.columns != look.storage.columns
 
 
 def _joined(lake: Lake, look: Look, before: TableState | None, place: TableName, joined_xid: int, raw_from: int) -> TableState:
@@ -193,7 +193,7 @@ def _joined(lake: Lake, look: Look, before: TableState | None, place: TableName,
         key=relation.key,
         relation=relation,
         joined_xid=joined_xid,
-        storage=look.storage.to_json(),
+        storage=look.storage,
         kept_as=place,
         earlier=tuple(dict.fromkeys(oid for oid in earlier if oid != relation.oid))[-_EARLIER:],
         raw_from=0 if before is None else raw_from if before.left_out else before.raw_from,
@@ -210,8 +210,8 @@ def _joined(lake: Lake, look: Look, before: TableState | None, place: TableName,
 def _seen(state: TableState, look: Look, unborn_xid: int) -> TableState:
     """What a look at a known table's definition makes of its state. New files are not judged: the stream may still tell of a TRUNCATE."""
     if state.storage is None or state.relation is None or (state.state == "error" and not state.is_read):
-        return replace(state, relation=look.relation, key=look.relation.key, storage=look.storage.to_json())
-    before = Storage.from_json(state.storage)
+        return replace(state, relation=look.relation, key=look.relation.key, storage=look.storage)
+    before = state.storage
     if republished(before, look.storage):
         return read_again(state, look, "it was taken out of the publication and put back, or the publication was altered", unborn_xid)
     reason = altered(state.relation, before, look, state.dropped)
@@ -219,7 +219,7 @@ def _seen(state: TableState, look: Look, unborn_xid: int) -> TableState:
     if reason is not None:
         return read_again(state, look, reason, state.joined_xid)
     now = replace(look.storage, files=before.files, shown=before.shown) if state.is_read else look.storage
-    return replace(state, relation=look.relation, key=look.relation.key, storage=now.to_json())
+    return replace(state, relation=look.relation, key=look.relation.key, storage=now)
 
 
 def _reviewed(
@@ -259,7 +259,7 @@ def _reviewed(
         return read_again(state, look, reason)
     # Behind a window that ends where the stream goes on rows may still come as they were before the looks.
     shown = stored.shown if last is None and ended is None else (last or earlier.relation).column_names
-    return replace(state, storage=replace(stored, files=storage.files, shown=shown).to_json())
+    return replace(state, storage=replace(stored, files=storage.files, shown=shown))
 
 
 def _columns(relation: Relation | None) -> set[tuple[str, str]]:

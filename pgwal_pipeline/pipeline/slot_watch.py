@@ -11,6 +11,7 @@ from pgwal_pipeline.errors import SlotLost
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.postgres.slot import SlotState
 from pgwal_pipeline.progress import Progress
+from pgwal_pipeline.slot_loss import seconds_to_loss
 
 _LOOK_EVERY = 2.0  # seconds
 _WARN_AT = 0.5  # of the WAL that may be kept
@@ -57,8 +58,8 @@ class SlotWatch:
             return
         self._warned = now
         elapsed, written = now - self._first[0], end - self._first[1]
-        rate = written / elapsed if elapsed > 0 else 0.0
-        left = f"in {duration(max(0, state.safe_wal_size) / rate)} at the present rate" if rate > 0 else "when more is written"
+        seconds = seconds_to_loss(state.safe_wal_size, written / elapsed if elapsed > 0 else None)
+        left = "when more is written" if seconds is None else f"in {duration(seconds)} at the present rate"
         self.progress.warn(
             f"Slot {self.name} keeps {share:.0%} of the WAL that the source allows it, and is lost {left}: "
             f"drain it (`pgwal drain`), or raise max_slot_wal_keep_size."

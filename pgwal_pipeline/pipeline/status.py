@@ -12,7 +12,6 @@ from pgwal_pipeline.pipeline.publish import may_be_merged
 from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePublish
 from pgwal_pipeline.postgres import catalog, copies, slot
 from pgwal_pipeline.postgres.dsn import connect
-from pgwal_pipeline.postgres.storage import Storage
 from pgwal_pipeline.relation import quote_ident
 from pgwal_pipeline.settings import Settings
 
@@ -144,7 +143,7 @@ def _reason(state: TableState) -> str | None:
     if state.reason is not None or state.relation is None or state.storage is None:
         return state.reason
     known = state.relation.column_names
-    left_out = [quote_ident(column.name) for column in Storage.from_json(state.storage).columns if column.name not in known]
+    left_out = [quote_ident(column.name) for column in state.storage.columns if column.name not in known]
     if not left_out:
         return None
     return f"column {left_out[0]} is not published" if len(left_out) == 1 else f"columns {', '.join(left_out)} are not published"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import psycopg
 
@@ -18,9 +18,6 @@ from pgwal_pipeline.postgres.slot_state import Connection, SlotState, inspect, r
 from pgwal_pipeline.relation import Relation, TableName, quote_ident
 
 OLDEST_VERSION = 140000
-LEAST_NOTICE = 3600.0
-"""Seconds until a slot is lost from which on it is no longer well."""
-
 _OLD_TRANSACTION = 300.0  # seconds
 _SHORTEST_SENDER_TIMEOUT = 5.0  # seconds; below this a busy machine may answer too late
 _SHOWN = 5
@@ -34,34 +31,6 @@ class Check:
     ok: bool
     found: str
     mend: str | None = None
-
-
-class SlotHealth(NamedTuple):
-    """`seconds_to_invalidation` at the present rate, None where nothing bounds them or nothing is written."""
-
-    ok: bool
-    message: str
-    seconds_to_invalidation: float | None
-
-
-def slot_health(state: SlotState, rate_bytes_per_s: float) -> SlotHealth:
-    """Whether the slot lives, and for how long it will if nobody reads it while the source writes `rate_bytes_per_s` of WAL."""
-    if state.lost:
-        return SlotHealth(False, f"slot {state.name} is lost: the source gave it up ({state.invalidation_reason or 'wal_removed'})", 0.0)
-    behind = f"slot {state.name} is {size(state.lag_bytes)} behind"
-    if state.wal_status == "unreserved":
-        return SlotHealth(False, f"{behind} and may be lost at the next checkpoint", 0.0)
-    if state.safe_wal_size is None:
-        return SlotHealth(True, f"{behind}; nothing limits the WAL that is kept for it", None)
-    room = max(0, state.safe_wal_size)
-    if rate_bytes_per_s <= 0:
-        return SlotHealth(True, f"{behind}; the source may write {size(room)} more before it is lost", None)
-    seconds = room / rate_bytes_per_s
-    return SlotHealth(
-        seconds >= LEAST_NOTICE,
-        f"{behind}; unread, it is lost after {size(room)} more of WAL, in {duration(seconds)} at the present rate",
-        seconds,
-    )
 
 
 def doctor_checks(dsn: str, *, slot: str, publication: str, globs: str) -> list[Check]:
@@ -320,9 +289,19 @@ def _slot(source: _Source) -> Check:
     if state is None:
         return Check("slot", True, f"there is no slot {source.slot} yet; the first run makes it")
     require_usable(state, source.conn.info.dbname)
-    health = slot_health(state, 0.0)
     read = f", read by pid {state.active_pid}" if state.active else ""
-    return Check("slot", True, f"{health.message}{read}", None if health.ok else "Run `pgwal drain` now, and see that it runs more often.")
+    found = f"slot {state.name} is {size(state.lag_bytes)} behind{_room(state)}{read}"
+    urgent = "Run `pgwal drain` now, and see that it runs more often." if state.wal_status == "unreserved" else None
+    return Check("slot", True, found, urgent)
+
+
+def _room(state: SlotState) -> str:
+    """Say what the source may still write before a slot that nobody reads is lost."""
+    if state.wal_status == "unreserved":
+        return " and may be lost at the next checkpoint"
+    if state.safe_wal_size is None:
+        return "; nothing limits the WAL that is kept for it"
+    return f"; the source may write {size(max(0, state.safe_wal_size))} more before it is lost"
 
 
 def _sender_timeout(source: _Source) -> Check:

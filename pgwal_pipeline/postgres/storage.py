@@ -1,77 +1,9 @@
-"""What a table's stored rows depend on but the stream does not tell: the numbers of its columns, its files, its place in the publication.
+"""How the published tables are stored, read from the catalog."""
 
-A Relation message has names and types alone. A column that was dropped and made again, a default that old rows carry without being written,
-a rewrite, a partition that came with rows in it: all of them show here, and only here.
-"""
-
-import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
 
 from pgwal_pipeline.postgres.catalog import Connection, fetch
-
-
-@dataclass(frozen=True, slots=True)
-class StoredColumn:
-    """A column as it is stored. `number` is its attnum, never used twice; `type_oid` its declared type.
-
-    `default_of_old`: rows written before the column was added have a value that is kept in the catalog (`atthasmissing`).
-    """
-
-    number: int
-    name: str
-    type_oid: int
-    default_of_old: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A table or leaf partition with rows of its own: its relfilenode, and the transaction (32 bits) that last wrote its pg_class row.
-
-    `attached` are the transactions that attached it, or a partition that it is part of: those that were made before they became partitions,
-    or may have been, so that they may have brought rows with them. `altered`: a column of the table was altered by the transaction that
-    last wrote the pg_class row, or by a later one.
-    """
-
-    oid: int
-    node: int
-    xid: int
-    attached: tuple[int, ...] = ()
-    altered: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """How a table is stored and published.
-
-    `membership` are the ids of what puts the table into the publication, and the transaction that last altered the publication: where they
-    differ, changes may have gone by unpublished. `shown` are the columns that the table had, in their order, where the stream has been read
-    up to; none while that is not known.
-    """
-
-    columns: tuple[StoredColumn, ...]
-    files: tuple[StoredFile, ...]
-    membership: tuple[int, ...]
-    shown: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        """As compact JSON."""
-        columns = [[column.number, column.name, column.type_oid, column.default_of_old] for column in self.columns]
-        files = [[file.oid, file.node, file.xid, file.attached, file.altered] for file in self.files]
-        return json.dumps([columns, files, self.membership, self.shown], ensure_ascii=False, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Storage":
-        """What `to_json` wrote."""
-        columns, files, membership, *more = json.loads(text)
-        shown = more[0] if more else ()
-        return cls(tuple(StoredColumn(*column) for column in columns), tuple(map(_file, files)), tuple(membership), tuple(shown))
-
-
-def _file(found: Sequence[Any]) -> StoredFile:
-    oid, node, xid, attached, *altered = found
-    return StoredFile(oid, node, xid, tuple(attached) if isinstance(attached, list) else (), *altered)
+from pgwal_pipeline.storage import Storage, StoredColumn, stored_file
 
 
 def storages(conn: Connection, publication: str, oids: Collection[int]) -> dict[int, Storage]:
@@ -127,7 +59,7 @@ def storages(conn: Connection, publication: str, oids: Collection[int]) -> dict[
     return {
         oid: Storage(
             columns=tuple(StoredColumn(*column) for column in columns or ()),
-            files=tuple(map(_file, files or ())),
+            files=tuple(map(stored_file, files or ())),
             membership=(publication_oid, publication_xid, *(ids or ())),
         )
         for oid, columns, files, ids, publication_oid, publication_xid in rows

@@ -26,7 +26,7 @@ def test_a_slot_that_keeps_up_is_well() -> None:
         (replace(WELL, slot_exists=False), None, WARN, "PGWAL_ON_SLOT_LOSS is stop: then run `pgwal resnapshot --all`"),
         (replace(WELL, wal_status="lost"), 1.0, ERROR, "pgwal resnapshot --all"),
         (replace(WELL, wal_status="unreserved"), 1.0, ERROR, "drain it now"),
-        (replace(WELL, wal_status="extended", safe_wal_size=600 << 20), float(1 << 20), WARN, "lost in 10 minutes"),
+        (replace(WELL, wal_status="extended", safe_wal_size=600 << 20), float(1 << 20), WARN, "lost in 10 min"),
     ],
 )
 def test_what_is_wrong_and_what_to_do(reading: LagReading, rate: float | None, severity: dg.AssetCheckSeverity, says: str) -> None:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from pgwal_pipeline.errors import SourceRefused
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.postgres import health, publication, slot
 from pgwal_pipeline.postgres.dsn import connect, replication_connection
-from pgwal_pipeline.postgres.health import Check, doctor_checks, slot_health
-from pgwal_pipeline.postgres.slot import SlotState
+from pgwal_pipeline.postgres.health import Check, doctor_checks
 from pgwal_pipeline_tests.postgres.standby import standby_of
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
@@ -205,7 +203,7 @@ def test_a_slot_that_is_not_ours_or_lost(source: Source, make_server: Callable[.
         with connect(small.dsn) as conn:
             state = slot.inspect(conn, f"h_{small.database}")
         assert state is not None
-        assert not slot_health(state, 1.0).ok
+        assert state.lost
 
 
 def test_old_transactions_block_only_a_slot_that_is_still_to_be_made(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,28 +236,6 @@ def test_a_standby(make_server: Callable[..., Postgres], tmp_path: Path) -> None
             assert found["standby"].mend
             assert not found["publication"].ok
             assert "on the primary: CREATE PUBLICATION" in (found["publication"].mend or "")
-
-
-STATE = SlotState("s", False, None, 100, 50, 2048, "reserved", None, "pgoutput", "d", None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "rate", "ok", "seconds", "says"),
-    [
-        ({}, 1e6, True, None, "slot s is 2.0 kB behind; nothing limits"),
-        ({"safe_wal_size": 7_200_000}, 1000.0, True, 7200.0, "in 2.0 h at the present rate"),
-        ({"safe_wal_size": 600_000}, 1000.0, False, 600.0, "in 10 min at the present rate"),
-        ({"safe_wal_size": 600_000}, 0.0, True, None, "585.9 kB more"),
-        ({"safe_wal_size": -5}, 10.0, False, 0.0, "in 0 s"),
-        ({"wal_status": "unreserved", "safe_wal_size": -5}, 0.0, False, 0.0, "at the next checkpoint"),
-        ({"wal_status": "lost"}, 0.0, False, 0.0, "lost"),
-        ({"invalidation_reason": "idle_timeout"}, 0.0, False, 0.0, "idle_timeout"),
-    ],
-)
-def test_slot_health(changes: dict[str, object], rate: float, ok: bool, seconds: float | None, says: str) -> None:
-    found = slot_health(replace(STATE, **changes), rate)  # type: ignore[arg-type]
-    assert (found.ok, found.seconds_to_invalidation) == (ok, seconds)
-    assert says in found.message
 
 
 def test_sizes_and_durations_are_for_people() -> None:
