@@ -9,6 +9,7 @@ import dagster as dg
 
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
 from pgwal_pipeline.printable import code_span, distinct
 from pgwal_pipeline.relation import TableName
 
@@ -22,18 +23,18 @@ FOLLOWED_CHECK = "followed"
 EQUALS_SOURCE_CHECK = "equals_source"
 
 _RAW_COLUMNS = (
-    ("_pgwal_op", "string", "I insert, U update, D delete, T truncate, K the old key of a key change"),
-    ("_pgwal_commit_lsn", "long", "where the transaction's commit record starts"),
-    ("_pgwal_ordinal", "long", "the change's number in its transaction, from 0"),
-    ("_pgwal_xid", "long", "the transaction's id"),
-    ("_pgwal_committed_at", "timestamp", "when the transaction was committed"),
-    ("_pgwal_window", "string", "the window's key: its end LSN as 16 hex digits"),
-    ("_pgwal_unchanged", "array<string>", "columns whose large value did not change and was not sent"),
-    ("_pgwal_text", "map<string,string>", "values that their columns cannot hold, as Postgres writes them"),
+    (OP, "string", "I insert, U update, D delete, T truncate, K the old key of a key change"),
+    (COMMIT_LSN, "long", "where the transaction's commit record starts"),
+    (ORDINAL, "long", "the change's number in its transaction, from 0"),
+    (XID, "long", "the transaction's id"),
+    (COMMITTED_AT, "timestamp", "when the transaction was committed"),
+    (WINDOW, "string", "the window's key: its end LSN as 16 hex digits"),
+    (UNCHANGED, "array<string>", "columns whose large value did not change and was not sent"),
+    (TEXT, "map<string,string>", "values that their columns cannot hold, as Postgres writes them"),
 )
 _CURRENT_COLUMNS = (
-    ("_pgwal_commit_lsn", "long", "the commit that the row's newest value came with"),
-    ("_pgwal_text", "map<string,string>", "values that their columns cannot hold, as Postgres writes them"),
+    (COMMIT_LSN, "long", "the commit that the row's newest value came with"),
+    (TEXT, "map<string,string>", "values that their columns cannot hold, as Postgres writes them"),
 )
 
 

@@ -5,15 +5,8 @@ from functools import lru_cache
 
 import pyarrow as pa
 
+from pgwal_pipeline.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, XID
 from pgwal_pipeline.relation import PgType, Relation
-
-OP = "_pgwal_op"
-COMMIT_LSN = "_pgwal_commit_lsn"
-ORDINAL = "_pgwal_ordinal"
-XID = "_pgwal_xid"
-COMMITTED_AT = "_pgwal_committed_at"
-UNCHANGED = "_pgwal_unchanged"
-TEXT = "_pgwal_text"
 
 UNCHANGED_TYPE = pa.list_(pa.string())
 TEXT_TYPE = pa.map_(pa.string(), pa.string())

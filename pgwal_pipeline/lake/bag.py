@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
-from pgwal_pipeline.lake.columns import COMMIT_LSN, OP, TEXT, exact_row, literal, quote
+from pgwal_pipeline.lake.columns import exact_row, literal, quote
 from pgwal_pipeline.lake.fold import Shape
+from pgwal_pipeline.own_columns import COMMIT_LSN, OP, TEXT
 from pgwal_pipeline.relation import TableName
 
 if TYPE_CHECKING:

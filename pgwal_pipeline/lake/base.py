@@ -16,9 +16,10 @@ from pyspark.sql.types import IntegerType, LongType, MapType, StringType, Struct
 
 from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake import bag, fold
-from pgwal_pipeline.lake.columns import CHUNK, COMMIT_LSN, OP, TEXT, UNCHANGED, XID, key_parts, null_of, quote
+from pgwal_pipeline.lake.columns import key_parts, null_of, quote
 from pgwal_pipeline.lake.files import no_rows
 from pgwal_pipeline.lake.fold import AT_LSN, AT_ORDINAL, BEFORE_ALL, NO_NAMES, PLACE, ChunkSnapshot, Shape, Traits, Truncate
+from pgwal_pipeline.own_columns import CHUNK, COMMIT_LSN, OP, TEXT, UNCHANGED, XID
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

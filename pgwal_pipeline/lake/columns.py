@@ -1,4 +1,4 @@
-"""The names of the lake's own columns, and what makes two values or two keys the same, as Spark SQL says it.
+"""What makes two values or two keys the same, as Spark SQL says it.
 
 Expressions are SQL text rather than Column objects, since a MERGE statement takes nothing else.
 """
@@ -20,14 +20,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-OP = "_pgwal_op"
-COMMIT_LSN = "_pgwal_commit_lsn"
-ORDINAL = "_pgwal_ordinal"
-XID = "_pgwal_xid"
-WINDOW = "_pgwal_window"
-UNCHANGED = "_pgwal_unchanged"
-TEXT = "_pgwal_text"
-CHUNK = "_pgwal_chunk"
+from pgwal_pipeline.own_columns import TEXT
 
 
 def quote(name: str, alias: str = "") -> str:

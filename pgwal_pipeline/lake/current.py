@@ -17,7 +17,7 @@ from pyspark.sql.types import IntegerType, LongType, ShortType, StructType
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import LakeError, TableError
 from pgwal_pipeline.lake import bag, base, files, fold, statements
-from pgwal_pipeline.lake.columns import COMMIT_LSN, TEXT, null_of, quote, same_types
+from pgwal_pipeline.lake.columns import null_of, quote, same_types
 from pgwal_pipeline.lake.files import Files
 from pgwal_pipeline.lake.fold import ANYTHING, ChunkSnapshot, Shape, Traits, Unresolved
 from pgwal_pipeline.lake.isolation import conf_for, failures, few, isolated, table_failures
@@ -34,6 +34,7 @@ from pgwal_pipeline.lake.standing import (
     written_rows,
 )
 from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.own_columns import COMMIT_LSN, TEXT
 from pgwal_pipeline.relation import TableName
 
 if TYPE_CHECKING:

@@ -13,14 +13,13 @@ from deltalake import DeltaTable
 from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.delta import lake_errors, open_table
 from pgwal_pipeline.lake.layout import Lake, Layer, filesystem, remove_file, storage_options
-from pgwal_pipeline.lake.raw import PARTITION
-from pgwal_pipeline.lake.snapshots import GENERATION as SNAPSHOT_GENERATION
 from pgwal_pipeline.lake.standing import FENCE
+from pgwal_pipeline.own_columns import GENERATION, WINDOW
 from pgwal_pipeline.relation import TableName
 
 _OURS: Mapping[Layer, Callable[[DeltaTable], bool]] = {
-    "raw": lambda table: PARTITION in table.metadata().partition_columns,
-    "snapshot": lambda table: SNAPSHOT_GENERATION in table.metadata().partition_columns,
+    "raw": lambda table: WINDOW in table.metadata().partition_columns,
+    "snapshot": lambda table: GENERATION in table.metadata().partition_columns,
     "current": lambda table: table.transaction_version(FENCE) is not None,
 }
 

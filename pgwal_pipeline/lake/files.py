@@ -17,10 +17,10 @@ import pyarrow as pa
 from pyspark.sql.types import DataType, StructType
 
 from pgwal_pipeline.errors import LakeError
-from pgwal_pipeline.lake.columns import WINDOW, literal, null_of, quote
-from pgwal_pipeline.lake.snapshots import GENERATION
+from pgwal_pipeline.lake.columns import literal, null_of, quote
 from pgwal_pipeline.lake.standing import open_current
 from pgwal_pipeline.lsn import window_key
+from pgwal_pipeline.own_columns import GENERATION, WINDOW
 from pgwal_pipeline.relation import TableName
 
 if TYPE_CHECKING:

@@ -36,21 +36,9 @@ from pyspark.sql.types import (
 )
 
 from pgwal_pipeline.errors import TableError
-from pgwal_pipeline.lake.columns import (
-    COMMIT_LSN,
-    OP,
-    ORDINAL,
-    TEXT,
-    UNCHANGED,
-    XID,
-    key_parts,
-    literal,
-    null_of,
-    quote,
-    same_types,
-    text_of,
-)
+from pgwal_pipeline.lake.columns import key_parts, literal, null_of, quote, same_types, text_of
 from pgwal_pipeline.lake.schema import names_in_raw
+from pgwal_pipeline.own_columns import COMMIT_LSN, OP, ORDINAL, TEXT, UNCHANGED, XID
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.xid import Snapshot
 

@@ -17,10 +17,10 @@ from pgwal_pipeline.lake.delta import ATTEMPTS, crowded, lake_errors, open_table
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake, stored
 from pgwal_pipeline.lake.ledger import LOGS, Ledger
-from pgwal_pipeline.lake.raw import PARTITION
 from pgwal_pipeline.lake.records import TableState, Window
-from pgwal_pipeline.lake.snapshots import GENERATION, generations, remove_generations
+from pgwal_pipeline.lake.snapshots import generations, remove_generations
 from pgwal_pipeline.lsn import window_key
+from pgwal_pipeline.own_columns import GENERATION, WINDOW
 from pgwal_pipeline.relation import TableName
 
 _FILE_BYTES = 128 << 20  # files that reach this are not joined with others
@@ -115,11 +115,11 @@ def _drop_windows(lake: Lake, uri: str, spans: Iterable[Window]) -> int:
                 if table is None:
                     return dropped
                 first, last = window_key(span.start_lsn), window_key(span.end_lsn)
-                files = table.file_uris(file_pruning_predicate=[(PARTITION, ">", first), (PARTITION, "<=", last)])
+                files = table.file_uris(file_pruning_predicate=[(WINDOW, ">", first), (WINDOW, "<=", last)])
                 if not files:
                     break
                 try:
-                    table.delete(f"{PARTITION} > '{first}' AND {PARTITION} <= '{last}'")
+                    table.delete(f"{WINDOW} > '{first}' AND {WINDOW} <= '{last}'")
                 except CommitFailedError:
                     continue
                 dropped += len(files)
@@ -155,7 +155,7 @@ def compact(lake: Lake, places: Iterable[TableName], refused: Refused = raised) 
     A partition that is being written to meanwhile is left for the next time. Raises LakeError.
     """
     return _for_each(
-        lake, places, lambda place: _compact(lake, lake.raw(place), PARTITION) + _compact(lake, lake.snapshot(place), GENERATION), refused
+        lake, places, lambda place: _compact(lake, lake.raw(place), WINDOW) + _compact(lake, lake.snapshot(place), GENERATION), refused
     )
 
 

@@ -41,10 +41,10 @@ from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lake.records import FileWrite, TableWrite
 from pgwal_pipeline.lake.schema import changed_type, check_columns, check_old_keys, fitted, partitioned_schema
 from pgwal_pipeline.lsn import parse_window_key
+from pgwal_pipeline.own_columns import COMMIT_LSN, OP, WINDOW
 from pgwal_pipeline.relation import Relation, TableName
 
 __all__ = [
-    "PARTITION",
     "Changes",
     "FileWrite",
     "TableWrite",
@@ -54,13 +54,9 @@ __all__ = [
     "ensure_raw_table",
 ]
 
-PARTITION = "_pgwal_window"
-"""The partition column of raw: the window's key."""
-
-_POSITION = "_pgwal_commit_lsn"
 _MARKER = "pgwal_windows"
 _CONFIGURATION = {
-    "delta.dataSkippingStatsColumns": _POSITION,
+    "delta.dataSkippingStatsColumns": COMMIT_LSN,
     "delta.deletedFileRetentionDuration": "interval 1 days",
     "delta.logRetentionDuration": "interval 2 days",
 }
@@ -161,7 +157,7 @@ class WindowWriter:
         self._places = places
         self._expected = expected or {}
         self._budget = budget
-        self._partition = "" if key is None else f"{PARTITION}={key}/"
+        self._partition = "" if key is None else f"{WINDOW}={key}/"
         self._buffers: dict[TableName, _Buffer] = {}
         self.refused: dict[TableName, TableError] = {}
         self._waiting = 0
@@ -331,7 +327,7 @@ def _fit(buffer: _Buffer) -> tuple[Schema, pa.Schema]:
     """The Delta schema with which the table takes the buffer's rows beside what it has, and the names that the rows get for it."""
     has = buffer.schema or buffer.standing.result() or Schema([])
     named = fitted(has, buffer.arrow)
-    return Schema([*has.fields, *missing_fields(has, partitioned_schema(named, PARTITION))]), named
+    return Schema([*has.fields, *missing_fields(has, partitioned_schema(named, WINDOW))]), named
 
 
 def _standing_schema(lake: Lake, path: str, expected: Mapping[str, Schema] | None = None) -> Schema | None:
@@ -343,7 +339,7 @@ def _standing_schema(lake: Lake, path: str, expected: Mapping[str, Schema] | Non
 
 def _write_file(lake: Lake, path: str, folder: str, schema: pa.Schema, rows: list[pa.Table]) -> FileWrite:
     with lake_errors(lake.absolute(path)):
-        file = ParquetFile(lake, path, schema, [_POSITION])
+        file = ParquetFile(lake, path, schema, [COMMIT_LSN])
         try:
             file.write(pa.concat_tables(rows).rename_columns(schema.names))
             rows.clear()
@@ -355,18 +351,18 @@ def _write_file(lake: Lake, path: str, folder: str, schema: pa.Schema, rows: lis
 
 def _cut_file(lake: Lake, folder: str, file: FileWrite, lsn: int) -> tuple[FileWrite | None, Counter[str]]:
     """A file without its rows from a commit LSN on, and what these were by their `_pgwal_op`; None where nothing else was in it."""
-    if json.loads(file.stats)["maxValues"].get(_POSITION, 0) < lsn:
+    if json.loads(file.stats)["maxValues"].get(COMMIT_LSN, 0) < lsn:
         return file, Counter()
     path = f"{folder}/{file.path}"
     with lake_errors(lake.absolute(path)):
         with filesystem(lake.uri).open_input_file(path) as stream:
             rows = pq.ParquetFile(stream, page_checksum_verification=True).read()
-        beyond = rows.filter(pc.field(_POSITION) >= lsn)
-        kept = rows.filter(pc.field(_POSITION) < lsn)
+        beyond = rows.filter(pc.field(COMMIT_LSN) >= lsn)
+        kept = rows.filter(pc.field(COMMIT_LSN) < lsn)
         name = f"{PurePosixPath(file.path).parent}/{new_file_name()}"
         written = _write_file(lake, f"{folder}/{name}", folder, kept.schema, [kept]) if kept.num_rows else None
     discard_file(lake, path)
-    return written, Counter(beyond["_pgwal_op"].to_pylist())
+    return written, Counter(beyond[OP].to_pylist())
 
 
 def _settled(file: FileWrite) -> Future[FileWrite]:
@@ -381,9 +377,9 @@ def ensure_raw_table(lake: Lake, place: TableName, rows: pa.Schema) -> str:
     Columns that an existing one lacks are added; one that it has with another type gets a column beside.
     """
     path = lake.raw(place)
-    wanted = partitioned_schema(fitted(_standing_schema(lake, path) or Schema([]), plain_schema(rows)), PARTITION)
+    wanted = partitioned_schema(fitted(_standing_schema(lake, path) or Schema([]), plain_schema(rows)), WINDOW)
     try:
-        ensure_table(lake, path, wanted, partition_by=[PARTITION], configuration=_CONFIGURATION)
+        ensure_table(lake, path, wanted, partition_by=[WINDOW], configuration=_CONFIGURATION)
     except Clash as clash:
         raise changed_type(place, clash) from None
     return path
@@ -416,18 +412,16 @@ def commit_window(lake: Lake, key: str, writes: Iterable[TableWrite]) -> dict[st
 def _commit_table(lake: Lake, key: str, write: TableWrite) -> None:
     with lake_errors(write.path):
         try:
-            table = ensure_table(
-                lake, write.path, Schema.from_json(write.schema_json), partition_by=[PARTITION], configuration=_CONFIGURATION
-            )
+            table = ensure_table(lake, write.path, Schema.from_json(write.schema_json), partition_by=[WINDOW], configuration=_CONFIGURATION)
         except Clash as clash:
             raise changed_type(write.table, clash) from None
         for _ in range(ATTEMPTS):
             if not write.files or _has_window(table, key):
                 return
-            actions = [add_action(file, {PARTITION: key}) for file in _in_place(lake, key, write)]
+            actions = [add_action(file, {WINDOW: key}) for file in _in_place(lake, key, write)]
             try:
                 # The marker makes the slower of two that commit the same window look again, and find it there.
-                commit(lake, write.path, table, actions, partition_by=[PARTITION], marker=Transaction(_MARKER, table.version()))
+                commit(lake, write.path, table, actions, partition_by=[WINDOW], marker=Transaction(_MARKER, table.version()))
             except CommitFailedError:
                 table.update_incremental()
             else:
@@ -437,7 +431,7 @@ def _commit_table(lake: Lake, key: str, write: TableWrite) -> None:
 
 
 def _has_window(table: DeltaTable, key: str) -> bool:
-    return bool(table.file_uris(file_pruning_predicate=[(PARTITION, "=", key)]))
+    return bool(table.file_uris(file_pruning_predicate=[(WINDOW, "=", key)]))
 
 
 def _in_place(lake: Lake, key: str, write: TableWrite) -> list[FileWrite]:
@@ -445,7 +439,7 @@ def _in_place(lake: Lake, key: str, write: TableWrite) -> list[FileWrite]:
     folder = lake.relative(write.path)
     files = []
     for file in write.files:
-        path = f"{PARTITION}={key}/{PurePosixPath(file.path).name}"
+        path = f"{WINDOW}={key}/{PurePosixPath(file.path).name}"
         if path != file.path:
             move(lake, f"{folder}/{file.path}", f"{folder}/{path}")
         files.append(replace(file, path=path))

@@ -13,10 +13,8 @@ from deltalake.schema import PrimitiveType
 from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake.delta import Clash
 from pgwal_pipeline.lake.parquet import plain_schema
+from pgwal_pipeline.own_columns import OP, RESERVED, TEXT
 from pgwal_pipeline.relation import Relation, TableName
-
-RESERVED = "_pgwal_"
-"""How the names of the lake's own columns begin."""
 
 
 def check_columns(relation: Relation) -> None:
@@ -45,9 +43,9 @@ def check_old_keys(relation: Relation, rows: pa.Table) -> None:
     """
     if relation.replica_identity not in ("d", "i") or not any(rows[name].null_count for name in relation.key):
         return
-    old = rows.filter(pc.field("_pgwal_op").isin(["K", "D"]))
+    old = rows.filter(pc.field(OP).isin(["K", "D"]))
     for name in relation.key:
-        if any(name not in dict(text or ()) for text in old.filter(pc.field(name).is_null())["_pgwal_text"].to_pylist()):
+        if any(name not in dict(text or ()) for text in old.filter(pc.field(name).is_null())[TEXT].to_pylist()):
             table = relation.table
             raise TableError(
                 str(table),

@@ -18,16 +18,11 @@ from pgwal_pipeline.lake.layout import Lake, storage_options
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, new_file_name, plain_schema, plain_tables
 from pgwal_pipeline.lake.records import FileWrite
 from pgwal_pipeline.lake.schema import changed_type, check_columns, fitted, partitioned_schema
+from pgwal_pipeline.own_columns import CHUNK, GENERATION
 from pgwal_pipeline.relation import Relation, TableName
 
-GENERATION = "_pgwal_generation"
-"""The partition column of a snapshot table: the id of the reading that a row belongs to."""
-
-ATTEMPT = "_pgwal_chunk"
-"""The column that has the id of the attempt at a chunk that wrote a row."""
-
 _CONFIGURATION = {
-    "delta.dataSkippingStatsColumns": ATTEMPT,
+    "delta.dataSkippingStatsColumns": CHUNK,
     "delta.deletedFileRetentionDuration": "interval 1 days",
     "delta.logRetentionDuration": "interval 2 days",
 }
@@ -83,7 +78,7 @@ class SnapshotWriter:
 
     def begin(self, schema: pa.Schema) -> None:
         """Make the snapshot table with the columns of `schema`. One that has them with other types is emptied: the table was altered."""
-        rows = plain_schema(schema).append(pa.field(ATTEMPT, pa.string()))
+        rows = plain_schema(schema).append(pa.field(CHUNK, pa.string()))
         wanted = partitioned_schema(rows, GENERATION)
         with lake_errors(self._uri):
             standing = open_table(self._lake, self._uri)
@@ -132,9 +127,9 @@ class _ChunkFiles:
     def add(self, piece: pa.Table) -> None:
         plain = plain_schema(piece.schema)
         if self.schema is None:
-            self.schema = plain.append(pa.field(ATTEMPT, pa.string()))
+            self.schema = plain.append(pa.field(CHUNK, pa.string()))
         for rows in plain_tables(piece, plain):
-            self._held.append(rows.append_column(ATTEMPT, pa.repeat(self._attempt, rows.num_rows)))
+            self._held.append(rows.append_column(CHUNK, pa.repeat(self._attempt, rows.num_rows)))
         if sum(rows.nbytes for rows in self._held) >= _GROUP_BYTES:
             self._write()
 
@@ -164,8 +159,8 @@ class _ChunkFiles:
         if self._file is None:
             return
         written, self._file = self._file.close(self._table_folder), None
-        limits = {ATTEMPT: self._attempt}
-        stats = {"numRecords": written.rows, "minValues": limits, "maxValues": limits, "nullCount": {ATTEMPT: 0}}
+        limits = {CHUNK: self._attempt}
+        stats = {"numRecords": written.rows, "minValues": limits, "maxValues": limits, "nullCount": {CHUNK: 0}}
         self._done.append(replace(written, stats=json.dumps(stats)))
 
 

@@ -11,6 +11,7 @@ from pgwal_pipeline.decode.batch import Decoded, TableChanges
 from pgwal_pipeline.decode.route import MARKS
 from pgwal_pipeline.lake.facts import Refusal, StreamFacts
 from pgwal_pipeline.lake.records import TableWrite
+from pgwal_pipeline.own_columns import OP, UNCHANGED, XID
 from pgwal_pipeline.relation import Relation
 from pgwal_pipeline.xid import TransactionMark
 
@@ -77,15 +78,15 @@ class Tally:
             self._note(changes)
 
     def _note(self, changes: TableChanges) -> None:
-        oid, op = changes.relation.oid, pc.field("_pgwal_op")
-        rows = changes.rows.select(["_pgwal_op", "_pgwal_xid", "_pgwal_unchanged"])
+        oid, op = changes.relation.oid, pc.field(OP)
+        rows = changes.rows.select([OP, XID, UNCHANGED])
         if changes.truncates:
-            self.truncated.setdefault(oid, set()).update(rows.filter(op == "T")["_pgwal_xid"].to_pylist())
+            self.truncated.setdefault(oid, set()).update(rows.filter(op == "T")[XID].to_pylist())
         if oid in self.truncated and oid not in self.refilled:
-            written = rows.filter(op.isin(["I", "U"]))["_pgwal_xid"].unique().to_pylist()
+            written = rows.filter(op.isin(["I", "U"]))[XID].unique().to_pylist()
             self.refilled |= set() if self.truncated[oid].isdisjoint(written) else {oid}
         if changes.unchanged and changes.inserts and oid not in self.lacking:
-            lacking = rows.filter((op == "I") & pc.field("_pgwal_unchanged").is_valid())
+            lacking = rows.filter((op == "I") & pc.field(UNCHANGED).is_valid())
             self.lacking |= {oid} if lacking.num_rows else set()
 
     @contextmanager

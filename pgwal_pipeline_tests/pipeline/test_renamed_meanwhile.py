@@ -12,7 +12,7 @@ import pytest
 
 from pgwal_pipeline.lake import maintenance
 from pgwal_pipeline.lake.ledger import Publish, TablePointer, TableState
-from pgwal_pipeline.lake.snapshots import ATTEMPT, GENERATION
+from pgwal_pipeline.own_columns import CHUNK, GENERATION
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline import status as statuses
@@ -55,7 +55,7 @@ def read_rows(pipeline: Pipeline, state: TableState) -> pl.DataFrame:
     assert state.generation is not None
     attempts = [chunk.attempt for chunk in pipeline.ledger.chunks(state.place, state.generation)]
     rows = pl.scan_delta(pipeline.lake.snapshot(state.place)).filter(pl.col(GENERATION) == state.generation)
-    return rows.filter(pl.col(ATTEMPT).is_in(attempts)).collect()
+    return rows.filter(pl.col(CHUNK).is_in(attempts)).collect()
 
 
 @pytest.fixture

@@ -1,0 +1,21 @@
+"""The names of the columns that the lake's tables have besides the source's."""
+
+RESERVED = "_pgwal_"
+"""What all of them begin with; a source's column may not."""
+
+OP = "_pgwal_op"
+COMMIT_LSN = "_pgwal_commit_lsn"
+ORDINAL = "_pgwal_ordinal"
+XID = "_pgwal_xid"
+COMMITTED_AT = "_pgwal_committed_at"
+UNCHANGED = "_pgwal_unchanged"
+TEXT = "_pgwal_text"
+
+WINDOW = "_pgwal_window"
+"""The partition column of raw: the window's key."""
+
+GENERATION = "_pgwal_generation"
+"""The partition column of a snapshot table: the id of the reading that a row belongs to."""
+
+CHUNK = "_pgwal_chunk"
+"""The id of the attempt at a chunk that wrote a row of a snapshot table."""
