@@ -2,9 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,17 +60,30 @@ def next_target(settings: Settings) -> int:
 def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress) -> DrainReport:
     """Bring raw up to `end_lsn`, by default the source's flush position now, and confirm the slot to there.
 
-    That is one window, or several read side by side where the backlog is longer than PGWAL_CATCHUP_THRESHOLD. Every transaction with a
-    commit LSN below the last window's end is in raw afterwards, once, and no other. What a crash left half done is completed first; the
-    end of a backlog that was being caught up may lie past `end_lsn`. Raises SlotBusy when another drain holds the slot for longer than
-    PGWAL_BUSY_TIMEOUT.
+    Every transaction with a commit LSN below the last window's end is in raw afterwards, once, and no other. What a crash left half done is
+    completed first, so that the last window may end past `end_lsn`. A backlog longer than PGWAL_CATCHUP_THRESHOLD is read as several
+    windows side by side. A connection that breaks is made again, for a minute at most without any progress.
+
+    Raises SlotBusy when another drain holds the slot for longer than PGWAL_BUSY_TIMEOUT, and what keeps the drain from its end.
     """
-    noted, course = Noted(progress), _Course(end_lsn)
+    noted, patience, done = Noted(progress), _Patience(), _Done()
+    target: _Target | None = None
+
+    def attempt() -> DrainReport:
+        nonlocal target
+        with _attached(settings, noted, again=target is not None) as (run, attached):
+            frontier = run.ledger.frontier()
+            assert frontier is not None
+            target = target or _choose_target(run, frontier, end_lsn)
+            patience.reached(frontier)
+            lag_after = _drain(run, attached, frontier, target, done)
+            return _report_of(attached, done, (target.lag, lag_after), noted.warnings)
+
     while True:
         try:
-            return _drain(settings, course, noted)
+            return attempt()
         except SourceUnavailable as error:
-            pause = course.pause(error)
+            pause = patience.pause(error) if target is not None else None  # a source that was never reached is not waited for
             if pause is None:
                 raise
             noted.warn(f"{error} {_kept(error)} The drain goes on from there in {pause:g} s.")
@@ -78,7 +91,7 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
 
 
 def _kept(error: SourceUnavailable) -> str:
-    """What came whole before the connection broke, and is not read again."""
+    """Say what came whole before the connection broke, and is not read again."""
     came: list[Window | WindowRead] = []
     if isinstance(error, StreamBroke):
         came = [*error.counted, *([] if error.kept is None else [error.kept])]
@@ -91,91 +104,105 @@ def _kept(error: SourceUnavailable) -> str:
     )
 
 
-@dataclass
-class _Course:
-    """A drain over as many connections as it takes: its end, what it has done, and how long it goes on without getting any further.
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a drain is to reach: `end_lsn`, and `ended`, what `pg_current_snapshot()` said when it was chosen.
 
-    `ended` is what `pg_current_snapshot()` said when the end was chosen, `began` the lake's frontier then.
+    `began` is the lake's frontier at that moment, `lag` the slot's lag in bytes.
     """
 
-    end: int | None
-    ended: str | None = None
-    began: int = 0
-    lag_before: int = 0
+    end_lsn: int
+    ended: str
+    began: int
+    lag: int
+
+
+def _choose_target(run: Pass, frontier: int, end_lsn: int | None) -> _Target:
+    """Choose the end; the snapshot is taken after it, so that it has every transaction that committed before."""
+    end = catalog.flush_lsn(run.conn)
+    end = end if end_lsn is None else end_lsn
+    ended = catalog.running_transactions(run.conn)
+    return _Target(end, ended, frontier, slot.lag(run.conn, run.settings.slot))
+
+
+@dataclass
+class _Done:
+    """What a drain has done so far, over all of its connections: the windows by key, and the seconds by stage."""
+
     reports: dict[str, WindowReport] = field(default_factory=dict)
     seconds: Counter[str] = field(default_factory=Counter)
-    _frontier: int = -1
-    _since: float = 0.0
-    _failures: int = 0
-
-    def choose(self, conn: psycopg.Connection[Any], frontier: int, name: str) -> tuple[int, str]:
-        """The end and `ended`, chosen when the source is first reached; to be called whenever it is, with the lake's frontier."""
-        if self.ended is None:
-            flushed = catalog.flush_lsn(conn)
-            self.end = flushed if self.end is None else self.end
-            self.ended = catalog.running_transactions(conn)
-            self.lag_before = slot.lag(conn, name)
-            self.began = frontier
-        if frontier > self._frontier:
-            self._frontier, self._failures = frontier, 0
-        assert self.end is not None
-        return self.end, self.ended
 
     def add(self, report: WindowReport, seconds: Mapping[str, float]) -> None:
-        """Take in what became of a window."""
+        """Take in a window; one that is known already counts once."""
         if report.key not in self.reports:
             self.reports[report.key] = report
             self.seconds.update(seconds)
 
+
+class _Patience:
+    """Says how long to wait before a broken connection is made again, and when to give up."""
+
+    def __init__(self) -> None:
+        self._frontier = -1
+        self._since = 0.0
+        self._failures = 0
+
+    def reached(self, frontier: int) -> None:
+        """Begin anew where the lake has got further."""
+        if frontier > self._frontier:
+            self._frontier, self._failures = frontier, 0
+
     def pause(self, error: SourceUnavailable) -> float | None:
-        """Seconds before the next attempt, None where it is time to give up; a source that was never reached is not waited for."""
+        """Seconds before the next attempt; None where nothing has come for so long that it is time to give up."""
         now = time.monotonic()
         if not self._failures or (isinstance(error, StreamBroke) and (error.kept is not None or error.counted)):
             self._since, self._failures = now, 0
-        if self.ended is None or now - self._since > _PATIENCE:
+        if now - self._since > _PATIENCE:
             return None
         self._failures += 1
         return min(_LONGEST_PAUSE, _PAUSE * 2 ** (self._failures - 1))
 
 
-def _drain(settings: Settings, course: _Course, noted: Noted) -> DrainReport:
-    """One attempt at a drain, on connections of its own."""
-    ledger = Ledger(Lake(settings.lake))
-    with ExitStack() as stack:
-        stack.enter_context(slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout))
-        conn = stack.enter_context(connect(settings.dsn))
-        # What this very drain has reached before is the same source still.
-        attached = attach(settings, conn, warn=noted.warn, proven=course.ended is not None)
+@contextmanager
+def _attached(settings: Settings, noted: Noted, *, again: bool) -> Iterator[tuple[Pass, Attached]]:
+    """Hold the slot's lock and a connection, source and lake being found to belong together; `again` if they were a moment ago."""
+    with slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout), connect(settings.dsn) as conn:
+        attached = attach(settings, conn, warn=noted.warn, proven=again)
         for table, reason in sorted(attached.skipped.items()):
             noted.warn(f"Table {table} is left out: {reason}.")
-        run = Pass(settings, ledger, conn, attached.server_version, noted.warn, noted)
-        for window in (*attached.recovered, *_recovered(run, attached)):
-            course.add(window_report(window), window.seconds)
-        frontier = ledger.frontier()
-        assert frontier is not None
-        flushed, started = catalog.flush_lsn(conn), time.perf_counter()
-        end, ended = course.choose(conn, frontier, settings.slot)
-        try:
-            for report, spent in _windows(run, attached, frontier, end, ended):
-                course.add(report, spent)
-        except PublicationMissing:
-            note_missing_publication(ledger)
-            raise
-        for window in ledger.windows(course.began):
-            # One that was counted, but whose connection broke before its slot was confirmed.
-            if window.start_lsn < window.end_lsn:
-                course.add(window_report(window), window.seconds)
-        state = slot_state.existing(conn, settings.slot)
-        pace = Pace(
-            drained=max([frontier, *(report.end_lsn for report in course.reports.values())]) - frontier,
-            written=catalog.flush_lsn(conn) - flushed,
-            seconds=time.perf_counter() - started,
-            left=state.lag_bytes,
-            safe=state.safe_wal_size,
-        )
-        if (behind := falling_behind(settings.slot, pace, settings.catchup_threshold)) is not None:
-            noted.warn(behind)
-    reports = sorted(course.reports.values(), key=lambda report: report.start_lsn)
+        yield Pass(settings, Ledger(Lake(settings.lake)), conn, attached.server_version, noted.warn, noted), attached
+
+
+def _drain(run: Pass, attached: Attached, frontier: int, target: _Target, done: _Done) -> int:
+    """Drain to the target on one connection; what has been done is in `done`, however this ends. The slot's lag afterwards, in bytes."""
+    for window in (*attached.recovered, *_recovered(run, attached)):
+        done.add(window_report(window), window.seconds)
+    frontier = max(frontier, run.ledger.frontier() or 0)
+    flushed, started = catalog.flush_lsn(run.conn), time.perf_counter()
+    try:
+        _carry_out(run, attached, _stretches(run, attached, frontier, target), done)
+    except PublicationMissing:
+        note_missing_publication(run.ledger)
+        raise
+    for window in run.ledger.windows(target.began):
+        # One that was counted, but whose connection broke before its slot was confirmed.
+        if window.start_lsn < window.end_lsn:
+            done.add(window_report(window), window.seconds)
+    state = slot_state.existing(run.conn, run.settings.slot)
+    pace = Pace(
+        drained=max([frontier, *(report.end_lsn for report in done.reports.values())]) - frontier,
+        written=catalog.flush_lsn(run.conn) - flushed,
+        seconds=time.perf_counter() - started,
+        left=state.lag_bytes,
+        safe=state.safe_wal_size,
+    )
+    if (behind := falling_behind(run.settings.slot, pace, run.settings.catchup_threshold)) is not None:
+        run.warn(behind)
+    return state.lag_bytes
+
+
+def _report_of(attached: Attached, done: _Done, lags: tuple[int, int], warnings: tuple[str, ...]) -> DrainReport:
+    reports = sorted(done.reports.values(), key=lambda report: report.start_lsn)
     tables: dict[TableName, TableCounts] = dict.fromkeys(attached.tables, TableCounts())
     for report in reports:
         for table, counts in report.tables.items():
@@ -183,10 +210,10 @@ def _drain(settings: Settings, course: _Course, noted: Noted) -> DrainReport:
     return DrainReport(
         windows=tuple(reports),
         tables=tables,
-        warnings=noted.warnings,
-        lag_before=course.lag_before,
-        lag_after=state.lag_bytes,
-        seconds=dict(course.seconds),
+        warnings=warnings,
+        lag_before=lags[0],
+        lag_after=lags[1],
+        seconds=dict(done.seconds),
     )
 
 
@@ -206,55 +233,85 @@ def _recovered(run: Pass, attached: Attached) -> tuple[Window, ...]:
         return ()
 
 
-def _windows(run: Pass, attached: Attached, frontier: int, end: int, ended: str) -> Iterator[tuple[WindowReport, Mapping[str, float]]]:
-    """Drain from the frontier to `end`: the windows' reports, each with the seconds by stage that it adds to those of the whole drain.
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """WAL to be read from `start_lsn` to `end_lsn`: in the windows of `plan` side by side, or on one stream where that is None.
 
-    First the rest of a backlog that a crash cut off, then what came after it.
+    An empty one only confirms the slot. `ended` is as `review` has it.
     """
-    before: Mapping[TableName, Look] = attached.tables
-    confirmed = attached.slot.confirmed_flush_lsn
-    plan = run.ledger.plan()
-    while plan is not None or end > frontier:
-        plan = plan or catch_up.plan(run, frontier, end, ended)
-        started = time.perf_counter()
-        done = None if plan is None else catch_up.carry_out(run, plan, before)
-        if done is None:
-            plan = None
-            break
-        windows, before = done
-        # They ran side by side: the time that passed counts once, and what it was spent on as in the one that took longest.
-        passed = time.perf_counter() - started
-        longest = {stage: min(passed, max(window.seconds.get(stage, 0.0) for window in windows)) for stage in ("decode", "write")}
-        for number, window in enumerate(windows):
-            yield window_report(window), {"drain": passed, **longest} if number == 0 else {}
-        frontier = confirmed = max(window.end_lsn for window in windows)
-        plan = None
-    if end > frontier or confirmed < frontier:
-        started = time.perf_counter()
-        with open_stream(run, frontier) as stream:
-            counted = _drain_windows(run, before, ended, stream, frontier, end) if end > frontier else []
-            failpoints.hit("drain.before_confirm")
-            try:
-                stream.confirm(max(end, frontier))
-                _await_confirmation(run.conn, run.settings.slot, max(end, frontier))
-            except SourceUnavailable as error:
-                raise StreamBroke(error, None, counted) from error
-            failpoints.hit("drain.after_confirm")
-        spent = time.perf_counter() - started
-        for window in counted[:-1]:
-            report = window_report(window)
-            spent -= report.seconds["drain"]
-            yield report, report.seconds
-        if counted:
-            report = _report(counted[-1], max(0.0, spent))
-            yield report, report.seconds
+
+    start_lsn: int
+    end_lsn: int
+    ended: str
+    plan: Plan | None = None
 
 
-def _drain_windows(
-    run: Pass, before: Mapping[TableName, Look], ended: str, stream: ReplicationStream, start: int, end: int
-) -> list[Window]:
-    """Read from `start` to `end` on one stream and count what was read, window by window; confirms all but the last of them."""
-    with Committer(run, before) as committer:
+def _stretches(run: Pass, attached: Attached, frontier: int, target: _Target) -> list[_Stretch]:
+    """Plan the way from the frontier to the target: the rest of a backlog that a crash cut off first, then what came after it."""
+    stretches: list[_Stretch] = []
+    left_over = run.ledger.plan()
+    if left_over is not None:
+        stretches.append(_Stretch(left_over.start_lsn, left_over.ends[-1], left_over.ended, left_over))
+        frontier = left_over.ends[-1]
+    if target.end_lsn > frontier:
+        plan = catch_up.plan(run, frontier, target.end_lsn, target.ended)
+        stretches.append(_Stretch(frontier, target.end_lsn, target.ended, plan))
+    elif not stretches and attached.slot.confirmed_flush_lsn < frontier:
+        stretches.append(_Stretch(frontier, frontier, target.ended))
+    return stretches
+
+
+def _carry_out(run: Pass, attached: Attached, stretches: Sequence[_Stretch], done: _Done) -> None:
+    """Read the stretches one after another; each is counted and the slot confirmed before the next one begins."""
+    looks: Mapping[TableName, Look] = attached.tables
+    for stretch in stretches:
+        caught_up = None if stretch.plan is None else _side_by_side(run, stretch.plan, looks, done)
+        if caught_up is None:
+            _on_one_stream(run, stretch, looks, done)
+        else:
+            looks = caught_up
+
+
+def _side_by_side(run: Pass, plan: Plan, looks: Mapping[TableName, Look], done: _Done) -> dict[TableName, Look] | None:
+    """Carry out a catch-up; the looks at the tables after it, None where the plan was given up and one reader is to do it all."""
+    started = time.perf_counter()
+    found = catch_up.carry_out(run, plan, looks)
+    if found is None:
+        return None
+    windows, after = found
+    # They ran side by side: the time that passed counts once, and what it was spent on as in the one that took longest.
+    passed = time.perf_counter() - started
+    longest = {stage: min(passed, max(window.seconds.get(stage, 0.0) for window in windows)) for stage in ("decode", "write")}
+    for number, window in enumerate(windows):
+        done.add(window_report(window), {"drain": passed, **longest} if number == 0 else {})
+    return after
+
+
+def _on_one_stream(run: Pass, stretch: _Stretch, looks: Mapping[TableName, Look], done: _Done) -> None:
+    """Read a stretch on one stream, window by window, and confirm the slot to its end."""
+    started = time.perf_counter()
+    with open_stream(run, stretch.start_lsn) as stream:
+        counted = _drain_windows(run, looks, stretch, stream) if stretch.end_lsn > stretch.start_lsn else []
+        failpoints.hit("drain.before_confirm")
+        try:
+            stream.confirm(stretch.end_lsn)
+            _await_confirmation(run.conn, run.settings.slot, stretch.end_lsn)
+        except SourceUnavailable as error:
+            raise StreamBroke(error, None, counted) from error
+        failpoints.hit("drain.after_confirm")
+    spent = time.perf_counter() - started
+    for window in counted[:-1]:
+        report = window_report(window)
+        spent -= report.seconds["drain"]
+        done.add(report, report.seconds)
+    if counted:
+        report = _report(counted[-1], max(0.0, spent))
+        done.add(report, report.seconds)
+
+
+def _drain_windows(run: Pass, looks: Mapping[TableName, Look], stretch: _Stretch, stream: ReplicationStream) -> list[Window]:
+    """Read a stretch and count what was read, window by window; confirms all but the last of them."""
+    with Committer(run, looks) as committer:
 
         def between() -> None:
             if committer.reached > stream.confirmed:
@@ -266,17 +323,17 @@ def _drain_windows(
                 stream,
                 run.ledger,
                 run.conn,
-                (start, end),
+                (stretch.start_lsn, stretch.end_lsn),
                 memory_budget=run.settings.memory_budget,
                 progress=run.progress,
                 portions=Portions(run.settings.window_size, run.settings.window_time, committer.take, between),
             )
         except StreamBroke as broke:
             committer.wait()
-            _keep(run, broke, ended)
+            _keep(run, broke, stretch.ended)
             raise StreamBroke(broke, broke.kept, committer.windows) from broke
         failpoints.hit("drain.after_files")
-        committed = committer.submit(last, Snapshot.parse(ended))
+        committed = committer.submit(last, Snapshot.parse(stretch.ended))
         while not wait([committed], _ANSWER_EVERY).done:
             stream.keep_alive()
         committed.result()
