@@ -20,10 +20,13 @@ PRIVATE = re.compile(
 )
 
 
-def test_the_rooms_are_those_of_the_package() -> None:
+def test_the_packages_and_their_imports_are_those_of_the_code() -> None:
     (table,) = tables(section(GUIDE, "Where to put what"))
-    folders = {f"{path.name}/" for path in CODE.iterdir() if (path / "__init__.py").exists()}
-    assert {name for row in table.rows for name in names(row[0])} == folders
+    told = {names(row[0])[0]: set(names(row[2])) for row in table.rows}
+    packages = {path.parent.name for path in CODE.glob("*/__init__.py")}
+    imported = re.compile(rf"(?:from|import) pgwal_pipeline\.({'|'.join(packages)})\b")
+    found = {name: {other for path in (CODE / name).rglob("*.py") for other in imported.findall(path.read_text())} for name in packages}
+    assert told == {name: others - {name} for name, others in found.items()}
 
 
 def test_the_states_are_those_of_the_ledger() -> None:
