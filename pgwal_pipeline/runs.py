@@ -211,18 +211,12 @@ class _Runner:
         key = None if target is None else window_key(target)
         if key is not None and isinstance(job.partitions_def, dg.DynamicPartitionsDefinition) and job.partitions_def.name is not None:
             self._instance.add_dynamic_partitions(job.partitions_def.name, [key])
-        ops = {"ops": {self._op(job, job_name): {"config": dict(config)}}} if config else {}
+        ops = {"ops": {_CONFIGURED[job_name]: {"config": dict(config)}}} if config else {}
         try:
             result = job.execute_in_process(run_config={**_QUIET, **ops}, instance=self._instance, partition_key=key, tags=process_tags())
         except Exception as error:
             raise _cause(error) from error
         return _parts(result.all_events)
-
-    @staticmethod
-    def _op(job: dg.JobDefinition, job_name: str) -> str:
-        """The op that takes the job's config: it has another name while no table is known."""
-        wanted = _CONFIGURED[job_name]
-        return wanted if job.has_node_named(wanted) else job.nodes[0].name
 
 
 def _parts(events: Iterable[dg.DagsterEvent]) -> list[Part]:

@@ -12,7 +12,8 @@ from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.asset_specs import EQUALS_SOURCE_CHECK, HEALTH_CHECK
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.raw import report_windows
-from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of, stand_ins
+from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of
+from pgwal_pipeline.components.steps import Step
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline.reports import LagReading, TableComparison, VerifyReport, publish_json
 from pgwal_pipeline.relation import TableName
@@ -88,83 +89,41 @@ def build_health_check(source: CdcSource) -> dg.AssetChecksDefinition:
     return slot_health
 
 
-_TABLES = {"tables": dg.Field([str], default_value=[], is_required=False, description="Tables to compare, as schema.table. Empty: all.")}
+def build_verify(source: CdcSource) -> Step:
+    """Make the step `verify_current`, which makes good the check `equals_source` of every current table."""
 
+    def work(context: StepContext, tables: tuple[TableName, ...] | None) -> Iterator[dg.AssetCheckResult]:
+        if context.run.asset_selection:
+            context.log.info("Not compared: reading whole tables of the source is for the verify job, or for checks run by themselves.")
+            return
+        report = _verify(context, source, tables)
+        for table, comparison in report.tables.items():
+            yield _result(source, table, report, comparison)
+        for table, reason in report.errors.items():
+            yield dg.AssetCheckResult(
+                asset_key=source.names.current(table), check_name=EQUALS_SOURCE_CHECK, passed=False, description=reason
+            )
 
-def build_verify(source: CdcSource) -> dg.AssetChecksDefinition | dg.OpDefinition:
-    """The step `verify_current`: the check `equals_source` on every current table, or an op while no table is known."""
-    description = "Brings every current table to one position and compares it there with the source, value by value."
-    resources = {source.slot_key, source.spark_key}
-    if not source.tables:
-
-        @dg.op(
-            name=source.named("verify_current"),
-            description=description,
-            required_resource_keys=resources,
-            config_schema=_TABLES,
-        )
-        def verify_unknown(context: dg.OpExecutionContext) -> None:
-            _verify(context, source, _chosen(context.op_config["tables"]))
-
-        return verify_unknown
-
-    keys = {key for known in source.tables for key in (source.names.current(known.table), source.names.source(known.table))}
-    given = stand_ins(keys)
-    safe = {key: given.get(key, key) for key in keys}
-
-    @dg.multi_asset_check(
-        name=source.named("verify_current"),
-        description=description,
-        specs=[
+    return Step(
+        source,
+        "verify_current",
+        "Brings every current table to one position and compares it there with the source, value by value.",
+        frozenset({source.slot_key, source.spark_key}),
+        work,
+        checks=[
             dg.AssetCheckSpec(
                 EQUALS_SOURCE_CHECK,
-                asset=safe[source.names.current(known.table)],
-                additional_deps=[safe[source.names.source(known.table)]],
+                asset=source.names.current(known.table),
+                additional_deps=[source.names.source(known.table)],
                 description="Every row and every value is what the source had at the same position.",
             )
             for known in source.tables
         ],
-        can_subset=True,
-        required_resource_keys=resources,
-        config_schema=_TABLES,
+        tables_config="Tables to compare, as schema.table. Empty: all.",
     )
-    def verify_current(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
-        selected = context.selected_asset_check_keys
-        step = context.op_execution_context
-        if step.run.asset_selection:
-            step.log.info("Not compared: reading whole tables of the source is for the verify job, or for checks run by themselves.")
-            return
-        tables = _chosen(step.op_config["tables"])
-        if tables is None and len(selected) < len(source.tables):
-            tables = [known.table for known in source.tables if _check_key(source, known.table) in selected]
-        report = _verify(step, source, tables)
-        for table, comparison in report.tables.items():
-            if _check_key(source, table) in selected:
-                yield _result(source, table, report, comparison)
-        for table, reason in report.errors.items():
-            if _check_key(source, table) in selected:
-                yield dg.AssetCheckResult(
-                    asset_key=source.names.current(table), check_name=EQUALS_SOURCE_CHECK, passed=False, description=reason
-                )
-
-    if not given:
-        return verify_current
-    real_keys = {stand_in: key for key, stand_in in given.items()}
-    return dg.AssetChecksDefinition(**verify_current.with_attributes(asset_key_replacements=real_keys).get_attributes_dict())
 
 
-def _check_key(source: CdcSource, table: TableName) -> dg.AssetCheckKey:
-    return dg.AssetCheckKey(source.names.current(table), EQUALS_SOURCE_CHECK)
-
-
-def _chosen(names: list[str]) -> list[TableName] | None:
-    try:
-        return [TableName.parse(name) for name in names] or None
-    except ValueError as error:
-        raise dg.Failure(f"{error}.", allow_retries=False) from None
-
-
-def _verify(context: StepContext, source: CdcSource, tables: list[TableName] | None) -> VerifyReport:
+def _verify(context: StepContext, source: CdcSource, tables: tuple[TableName, ...] | None) -> VerifyReport:
     from pgwal_pipeline.pipeline.verify import verify
 
     with at_work(context, source.slot_tags):

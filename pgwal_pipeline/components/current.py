@@ -9,7 +9,8 @@ import dagster as dg
 from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import FOLLOWED_CHECK
 from pgwal_pipeline.components.failures import at_work
-from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, op_safe, session_of, slot_of
+from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of
+from pgwal_pipeline.components.steps import Result, Step
 from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish, publish_json
@@ -19,53 +20,34 @@ from pgwal_pipeline.settings import Settings
 _VERSION = "pgwal/delta_version"
 
 
-def build_publish(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
-    """The step `publish_current`: a `multi_asset` of all current tables, or an op while no table is known.
+def build_publish(source: CdcSource) -> Step:
+    """Make the step `publish_current`, which makes the current tables.
 
     Only tables with a new Delta version are materialized; the others stand at the publish's position as they are. A table that cannot be
     followed fails its check and holds up no other.
     """
-    description = "Merges what raw holds into every current table, up to one position for all of them."
-    resources = {source.slot_key, source.spark_key}
-    if not source.tables:
 
-        @dg.op(
-            name=source.named("publish_current"),
-            description=description,
-            required_resource_keys=resources,
-            ins={"drained": dg.In(dg.Nothing)},
-        )
-        def publish_unknown(context: dg.OpExecutionContext) -> None:
-            for key, metadata in _changed(context, source, _publish(context, source, None)):
-                context.log_event(dg.AssetMaterialization(key, metadata=metadata))
+    def work(context: StepContext, tables: tuple[TableName, ...] | None) -> Iterator[Result]:
+        report = _publish(context, source, tables)
+        yield from _changed(context, source, report)
+        yield from _followed(context, source, report)
 
-        return publish_unknown
-
-    specs, real_keys = op_safe([source.assets.current(known) for known in source.tables])
-    stand_ins = {real: stand_in for stand_in, real in real_keys.items()}
-
-    @dg.multi_asset(
-        name=source.named("publish_current"),
-        description=description,
-        specs=specs,
-        check_specs=[
+    return Step(
+        source,
+        "publish_current",
+        "Merges what raw holds into every current table, up to one position for all of them.",
+        frozenset({source.slot_key, source.spark_key}),
+        work,
+        assets=[source.assets.current(known) for known in source.tables],
+        checks=[
             dg.AssetCheckSpec(
                 FOLLOWED_CHECK,
-                asset=stand_ins.get(source.names.current(known.table), source.names.current(known.table)),
+                asset=source.names.current(known.table),
                 description="Fails where the table's changes cannot be merged; the other tables go on.",
             )
             for known in source.tables
         ],
-        can_subset=True,
-        required_resource_keys=resources,
     )
-    def publish_current(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult | dg.AssetCheckResult]:
-        selected = context.selected_asset_keys
-        chosen = [known.table for known in source.tables if source.names.current(known.table) in selected]
-        report = _publish(context, source, None if len(chosen) == len(source.tables) else chosen)
-        yield from _results(context, source, report)
-
-    return publish_current.with_attributes(asset_key_replacements=real_keys) if real_keys else publish_current
 
 
 def _publish(context: StepContext, source: CdcSource, tables: Iterable[TableName] | None) -> PublishReport:
@@ -89,19 +71,16 @@ def _publish(context: StepContext, source: CdcSource, tables: Iterable[TableName
     return report
 
 
-def _results(
-    context: dg.AssetExecutionContext, source: CdcSource, report: PublishReport
-) -> Iterator[dg.MaterializeResult | dg.AssetCheckResult]:
-    for key, metadata in _changed(context, source, report):
-        if key in context.selected_asset_keys:
-            yield dg.MaterializeResult(asset_key=key, metadata=metadata)
-        else:
-            context.log_event(dg.AssetMaterialization(key, metadata=metadata))
+def _followed(context: StepContext, source: CdcSource, report: PublishReport) -> Iterator[dg.AssetCheckResult]:
+    """The check `followed` of each table: those in error fail it, with the reason."""
     reasons = _errors(slot_of(context, source).settings)
-    for table in {*report.tables, *reasons}:
-        key = source.names.current(table)
-        if dg.AssetCheckKey(key, FOLLOWED_CHECK) in context.selected_asset_check_keys:
-            yield dg.AssetCheckResult(asset_key=key, check_name=FOLLOWED_CHECK, passed=table not in reasons, description=reasons.get(table))
+    for table in sorted({*report.tables, *reasons}):
+        yield dg.AssetCheckResult(
+            asset_key=source.names.current(table),
+            check_name=FOLLOWED_CHECK,
+            passed=table not in reasons,
+            description=reasons.get(table),
+        )
 
 
 def _errors(settings: Settings) -> dict[TableName, str]:
@@ -113,13 +92,13 @@ def _errors(settings: Settings) -> dict[TableName, str]:
     return {state.table: state.reason or "No reason was given." for state in states if state.state == "error"}
 
 
-def _changed(context: StepContext, source: CdcSource, report: PublishReport) -> Iterator[tuple[dg.AssetKey, dict[str, Any]]]:
+def _changed(context: StepContext, source: CdcSource, report: PublishReport) -> Iterator[dg.MaterializeResult]:
     """The current tables that have another Delta version than Dagster knows of, each with what to tell of it."""
     recorded = _recorded_versions(context, source, report.tables)
     for table, publish in sorted(report.tables.items()):
         key = source.names.current(table)
         if publish.version is not None and not publish.errors and recorded.get(key) != (publish.path, publish.version):
-            yield key, _metadata(report, publish)
+            yield dg.MaterializeResult(asset_key=key, metadata=_metadata(report, publish))
 
 
 def _recorded_versions(context: StepContext, source: CdcSource, tables: Iterable[TableName]) -> dict[dg.AssetKey, tuple[str, int]]:

@@ -1,7 +1,9 @@
 """The jobs of one source. All run in one process: between two steps there is nothing but seconds to win or lose."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import dagster as dg
@@ -13,6 +15,7 @@ from pgwal_pipeline.components.maintenance import build_maintenance
 from pgwal_pipeline.components.raw import build_drain
 from pgwal_pipeline.components.snapshots import build_snapshots
 from pgwal_pipeline.components.source import CdcSource
+from pgwal_pipeline.components.steps import Step
 
 Job = dg.JobDefinition | UnresolvedAssetJobDefinition
 
@@ -41,52 +44,37 @@ class Jobs:
 
 
 def build_jobs(source: CdcSource) -> tuple[Jobs, list[dg.AssetsDefinition]]:
-    """The jobs, and the assets and checks that they are made of. While no table is known the jobs are made of ops that do the same work."""
+    """The jobs, and the assets and checks that they are made of."""
     drain, snapshots, publish, verify = build_drain(source), build_snapshots(source), build_publish(source), build_verify(source)
     health = build_health_check(source)
-    maintenance = _ops_job(source, "maintenance", _MAINTENANCE, source.slot_tags, build_maintenance(source))
-    if (
-        isinstance(drain, dg.AssetsDefinition)
-        and isinstance(snapshots, dg.AssetsDefinition)
-        and isinstance(publish, dg.AssetsDefinition)
-        and isinstance(verify, dg.AssetsDefinition)
-    ):
-        raw = dg.AssetSelection.assets(*drain.keys)
-        # Its own checks only: the comparison with the source is for the job that asks for it.
-        current = dg.AssetSelection.assets(*publish.keys).without_checks() | dg.AssetSelection.checks(*publish.check_keys)
-        jobs = Jobs(
-            sync=_assets_job(source, "sync", _SYNC, source.slot_tags, raw | current),
-            drain=_assets_job(source, "drain", _DRAIN, source.slot_tags, raw),
-            publish=_assets_job(source, "publish", _PUBLISH, source.slot_tags, current),
-            snapshot=_assets_job(source, "snapshot", _SNAPSHOT, source.snapshot_tags, dg.AssetSelection.assets(*snapshots.keys)),
-            verify=_assets_job(
-                source, "verify", _VERIFY, source.slot_tags, dg.AssetSelection.checks(*verify.check_keys, *health.check_keys)
-            ),
-            maintenance=maintenance,
-        )
-        return jobs, [drain, snapshots, publish, verify, health]
     jobs = Jobs(
-        sync=_ops_job(source, "sync", _SYNC, source.slot_tags, drain, publish, windows=source.windows),
-        drain=_ops_job(source, "drain", _DRAIN, source.slot_tags, drain, windows=source.windows),
-        publish=_ops_job(source, "publish", _PUBLISH, source.slot_tags, publish),
-        snapshot=_ops_job(source, "snapshot", _SNAPSHOT, source.snapshot_tags, snapshots),
-        verify=_ops_job(source, "verify", _VERIFY, source.slot_tags, verify),
-        maintenance=maintenance,
+        sync=_job("sync", _SYNC, source.slot_tags, drain, publish),
+        drain=_job("drain", _DRAIN, source.slot_tags, drain),
+        publish=_job("publish", _PUBLISH, source.slot_tags, publish),
+        snapshot=_job("snapshot", _SNAPSHOT, source.snapshot_tags, snapshots),
+        verify=_job("verify", _VERIFY, source.slot_tags, verify, beside=dg.AssetSelection.checks(*health.check_keys)),
+        maintenance=_ops_job(source.named("maintenance"), _MAINTENANCE, source.slot_tags, [build_maintenance(source)], None),
     )
-    return jobs, [health]
+    steps = [step.definition for step in (drain, snapshots, publish, verify)]
+    return jobs, [*(step for step in steps if isinstance(step, dg.AssetsDefinition)), health]
 
 
-def _assets_job(source: CdcSource, name: str, description: str, tags: Mapping[str, str], selection: dg.AssetSelection) -> Job:
-    return dg.define_asset_job(source.named(name), selection, description=description, tags=tags, executor_def=dg.in_process_executor)
+def _job(name: str, description: str, tags: Mapping[str, str], *steps: Step, beside: dg.AssetSelection | None = None) -> Job:
+    """A job of steps one after another, and of what else of the asset graph is to be made beside them, once there is such a graph."""
+    name = steps[0].source.named(name)
+    ops = [step.definition for step in steps if isinstance(step.definition, dg.OpDefinition)]
+    if ops:
+        return _ops_job(name, description, tags, ops, steps[0].partitions)
+    selection = reduce(or_, [step.selection for step in steps] + ([] if beside is None else [beside]))
+    return dg.define_asset_job(name, selection, description=description, tags=tags, executor_def=dg.in_process_executor)
 
 
 def _ops_job(
-    source: CdcSource,
     name: str,
     description: str,
     tags: Mapping[str, str],
-    *ops: Callable[..., Any],
-    windows: dg.PartitionsDefinition | None = None,
+    ops: Sequence[Callable[..., Any]],
+    windows: dg.PartitionsDefinition | None,
 ) -> dg.JobDefinition:
     """A job of one op, or of two of which the second starts when the first is done."""
 
@@ -95,5 +83,5 @@ def _ops_job(
         for op in ops:
             done = op() if done is None else op(done)
 
-    graph = dg.graph(name=source.named(name), description=description)(steps)
+    graph = dg.graph(name=name, description=description)(steps)
     return graph.to_job(tags=dict(tags), partitions_def=windows, executor_def=dg.in_process_executor)

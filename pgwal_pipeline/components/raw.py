@@ -10,7 +10,8 @@ import dagster as dg
 from pgwal_pipeline import progress
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.requests import LOOK, Look
-from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, op_safe, slot_of
+from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, slot_of
+from pgwal_pipeline.components.steps import Step
 from pgwal_pipeline.lsn import format_lsn, parse_window_key
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
 from pgwal_pipeline.relation import TableName
@@ -20,41 +21,28 @@ if TYPE_CHECKING:
     from pgwal_pipeline.lake.ledger import Ledger
 
 
-def build_drain(source: CdcSource) -> dg.AssetsDefinition | dg.OpDefinition:
-    """The step `drain_wal`: a `multi_asset` of all raw tables, or, with no table known yet, an op that does the same work.
+def build_drain(source: CdcSource) -> Step:
+    """Make the step `drain_wal`, which makes every raw table.
 
     It cannot be run for some of the tables: the slot is confirmed for all of them at once. Every raw table is materialized each time, with
     zero rows if need be, for Dagster would leave out the publish if one were missing; and only when everything is durable and confirmed.
     """
-    description = "Reads the slot once, up to the window's end, into every raw table; then confirms the slot."
-    if not source.tables:
 
-        @dg.op(
-            name=source.named("drain_wal"),
-            description=description,
-            required_resource_keys={source.slot_key},
-            out=dg.Out(dg.Nothing),
-        )
-        def drain_unknown(context: dg.OpExecutionContext) -> None:
-            _drain_and_report(context, source)
-
-        return drain_unknown
-
-    specs, real_keys = op_safe([source.assets.raw(known) for known in source.tables])
-
-    @dg.multi_asset(
-        name=source.named("drain_wal"),
-        description=description,
-        specs=specs,
-        partitions_def=source.windows,
-        required_resource_keys={source.slot_key},
-    )
-    def drain_wal(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult]:
+    def work(context: StepContext, _: object) -> Iterator[dg.MaterializeResult]:
         window = _drain_and_report(context, source)
         for known in source.tables:
             yield dg.MaterializeResult(asset_key=source.names.raw(known.table), metadata=_metadata(window, _counts(window, known.table)))
 
-    return drain_wal.with_attributes(asset_key_replacements=real_keys) if real_keys else drain_wal
+    return Step(
+        source,
+        "drain_wal",
+        "Reads the slot once, up to the window's end, into every raw table; then confirms the slot.",
+        frozenset({source.slot_key}),
+        work,
+        assets=[source.assets.raw(known) for known in source.tables],
+        partitions=source.windows,
+        selectable=False,
+    )
 
 
 def _drain_and_report(context: StepContext, source: CdcSource) -> WindowReport | None:
