@@ -17,6 +17,7 @@ from yaml import YAMLError
 
 from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import REPORT
+from pgwal_pipeline.components.dagster_internals import configure_logging_once
 from pgwal_pipeline.components.processes import process_tags
 from pgwal_pipeline.errors import BlockedByTransaction, PgwalError, SettingError, SlotBusy, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
@@ -257,7 +258,7 @@ def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap) -> It
         from pgwal_pipeline.definitions import defs
 
         with _instance(home) as instance:
-            _configure_logging_once(instance)
+            configure_logging_once(instance)
             yield _Runner(defs(), instance, noted.warnings, terminal)
 
 
@@ -281,13 +282,3 @@ def _unusable(home: Path, error: Exception) -> PgwalError:
         f"Dagster's instance in {home} cannot be used ({said}): mend it, or move that folder away, which loses nothing but the history "
         f"of the runs; what was drained and published stands in the lake."
     )
-
-
-def _configure_logging_once(instance: dg.DagsterInstance) -> None:
-    """Keep `instance` from configuring Python's logging anew for each run.
-
-    It does so under logging's own lock and then waits for every handler's. A run beside it that is logging holds a handler's, and may wait
-    for logging's: both would wait for ever.
-    """
-    handlers = list(instance.get_yaml_python_handlers())
-    instance.get_yaml_python_handlers = lambda: handlers

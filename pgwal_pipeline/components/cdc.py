@@ -7,12 +7,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import dagster as dg
-from dagster._core.definitions.definitions_load_context import DefinitionsLoadContext, DefinitionsLoadType
 from dagster.components import DefsStateConfig, DefsStateConfigArgs
-from dagster.components.utils.project_paths import get_code_server_metadata_key
 
 from pgwal_pipeline import known_tables
 from pgwal_pipeline.asset_specs import AssetNames, AssetSpecs
+from pgwal_pipeline.components.dagster_internals import loading, state_is_missing
 from pgwal_pipeline.components.jobs import build_jobs
 from pgwal_pipeline.components.resources import DSN_VARIABLE, LakeSpark, ReplicationSlot, settings_for, settings_without_source
 from pgwal_pipeline.components.sensors import build_lag_sensor, build_new_table_sensor, build_schedules
@@ -56,14 +55,10 @@ class PostgresCdcComponent(dg.StateBackedComponent, dg.Resolvable):
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """The definitions; in a process that nobody gave the tables to (a plain import, a test) they are looked up here."""
-        if not DefinitionsLoadContext.is_set():
-            with DefinitionsLoadContext.scoped(DefinitionsLoadContext(DefinitionsLoadType.INITIALIZATION)):
-                return super().build_defs(context)
-        loading = DefinitionsLoadContext.get()
-        handed_over = get_code_server_metadata_key(self.defs_state_config.key)
-        if loading.load_type == DefinitionsLoadType.RECONSTRUCTION and handed_over not in loading.reconstruction_metadata:
-            return self._definitions(self._remembered())
-        return super().build_defs(context)
+        with loading():
+            if state_is_missing(self.defs_state_config.key):
+                return self._definitions(self._remembered())
+            return super().build_defs(context)
 
     def build_defs_from_state(self, context: dg.ComponentLoadContext, state_path: Path | None) -> dg.Definitions:  # noqa: ARG002
         """The definitions for the tables of the state."""

@@ -7,17 +7,17 @@ from operator import or_
 from typing import Any
 
 import dagster as dg
-from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
 from pgwal_pipeline.components.checks import build_health_check, build_verify
 from pgwal_pipeline.components.current import build_publish
+from pgwal_pipeline.components.dagster_internals import AssetsJob
 from pgwal_pipeline.components.maintenance import build_maintenance
 from pgwal_pipeline.components.raw import build_drain
 from pgwal_pipeline.components.snapshots import build_snapshots
 from pgwal_pipeline.components.source import CdcSource
 from pgwal_pipeline.components.steps import Step
 
-Job = dg.JobDefinition | UnresolvedAssetJobDefinition
+Job = dg.JobDefinition | AssetsJob
 
 _SYNC = "Slot to raw to current: drains the window that its partition names, then publishes every current table at one position."
 _DRAIN = "Only slot to raw."

@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
@@ -13,6 +13,7 @@ from pgwal_pipeline.lake import bag, fold
 from pgwal_pipeline.lake.columns import source_text
 from pgwal_pipeline.lake.delta import passing
 from pgwal_pipeline.lake.fold import Shape, Unresolved
+from pgwal_pipeline.lake.spark_internals import cloned, java_trace
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -54,30 +55,10 @@ def conf_for(rows: int) -> dict[str, str]:
 @contextmanager
 def isolated(spark: "SparkSession", conf: Mapping[str, str]) -> "Iterator[SparkSession]":
     """A session with the settings of `spark` and those of `conf`, and views of its own: what is set in it shows in no other thread's."""
-    clone = getattr(spark, "cloneSession", None)
-    if clone is not None:  # Spark Connect
-        session = clone()
-        # The client binds what the server keeps, such as checkpoints, to the thread's active session; nothing public sets it.
-        thread = type(session)._active_session  # noqa: SLF001
-        before = getattr(thread, "session", None)
-        thread.session = session
-        try:
-            yield _configured(session, conf)
-        finally:
-            thread.session = before
-            with suppress(PySparkException):
-                session.client.release_session()
-            session.client.close()
-        return
-    # As the server does for Connect: a new session would lack what was set in this one since Spark started. Nothing public does it here.
-    java: Any = spark._jsparkSession  # noqa: SLF001
-    yield _configured(type(spark)(spark.sparkContext, java.cloneSession()), conf)
-
-
-def _configured(session: Any, conf: Mapping[str, str]) -> "SparkSession":
-    for name, value in (*_LITERALLY.items(), *conf.items()):
-        session.conf.set(name, value)
-    return session
+    with cloned(spark) as session:
+        for name, value in (*_LITERALLY.items(), *conf.items()):
+            session.conf.set(name, value)
+        yield session
 
 
 @contextmanager
@@ -146,7 +127,7 @@ def _said(error: Exception) -> str:
 
     A write of what cannot be read fails as a write, with the other among its causes.
     """
-    lines = [_CLASS_NAMES.sub("", line.removeprefix("Caused by: ")).strip() for line in f"{error}\n{_trace(error)}".splitlines()]
+    lines = [_CLASS_NAMES.sub("", line.removeprefix("Caused by: ")).strip() for line in f"{error}\n{java_trace(error)}".splitlines()]
     telling = [line for line in lines if line and not line.startswith("An error occurred while calling ")]
     said = next(filter(_UNREADABLE.search, telling), telling[0] if telling else type(error).__name__)
     return said[:300].rstrip(".")
@@ -154,11 +135,5 @@ def _said(error: Exception) -> str:
 
 def _messages(error: Exception) -> str:
     """What an error and its causes say, without the places in the code that a trace names."""
-    lines = f"{error}\n{_trace(error)}".splitlines()
+    lines = f"{error}\n{java_trace(error)}".splitlines()
     return "\n".join(line for line in lines if not line.lstrip().startswith("at "))
-
-
-def _trace(error: Exception) -> str:
-    """Java's stack trace, with the causes, where it is no part of the error's text."""
-    of_server = getattr(error, "getStackTrace", None)  # Spark Connect
-    return str((of_server() if callable(of_server) else getattr(error, "_stackTrace", None)) or "")

@@ -6,10 +6,10 @@ A session of its own does a little of what publishes do, and Java records what i
 import os
 import sys
 import tempfile
-from typing import Any
 
 from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.lake.session import spark_session
+from pgwal_pipeline.lake.spark_internals import jvm_of_this_process
 from pgwal_pipeline.lake.statements import table_at
 from pgwal_pipeline.local import class_archive
 from pgwal_pipeline.local.java import find_java
@@ -20,11 +20,9 @@ _NEWEST = "SELECT id, v, gone FROM (SELECT *, row_number() OVER (PARTITION BY id
 
 def _publish_a_little(folder: str) -> None:
     """Delta tables written, read and merged into; returns when the JVM is gone."""
-    from pyspark import SparkContext
-
     settings = Settings(lake=folder, spark_master="local[2]", spark_conf={"spark.driver.memory": "1g"})
     spark = spark_session(settings, app_name="pgwal-record-classes")
-    gateway: Any = SparkContext._gateway  # noqa: SLF001 (nothing else tells when the JVM is gone)
+    end_jvm = jvm_of_this_process()
     path = f"{folder}/current"
     rows = spark.range(100).selectExpr("id", "cast(id AS string) AS v", "id % 7 = 3 AS gone", "id AS place", "timestamp_micros(id) AS at")
     rows.selectExpr("id", "v", "gone").write.format("delta").save(path)
@@ -38,9 +36,7 @@ def _publish_a_little(folder: str) -> None:
     rows.write.parquet(f"{folder}/chunk")
     spark.read.parquet(f"{folder}/chunk").join(spark.read.format("delta").load(path), "id").count()
     spark.stop()
-    gateway.shutdown()
-    gateway.proc.stdin.close()
-    gateway.proc.wait()
+    end_jvm()
 
 
 def main() -> None:

@@ -252,22 +252,20 @@ def test_nothing_is_due_before_a_table_has_been_read_whole(source: Source, make_
 def test_patience_is_measured_from_the_last_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    course = drains._Course(None)
-    course.ended = "1:1:"
+    patience = drains._Patience()
     broke = SourceUnavailable("gone")
     forward = windows.StreamBroke(broke, kept=object())  # pyright: ignore[reportArgumentType]
     for _ in range(5):  # a connection that lives for ten minutes at a time
-        assert course.pause(forward) is not None
+        assert patience.pause(forward) is not None
         clock[0] += 600
-    assert course.pause(broke) is None, "ten minutes without getting any further"
+    assert patience.pause(broke) is None, "ten minutes without getting any further"
     clock[0] = 0
-    course = drains._Course(None)
-    course.ended = "1:1:"
-    assert course.pause(broke) is not None
+    patience = drains._Patience()
+    assert patience.pause(broke) is not None
     clock[0] += 59
-    assert course.pause(broke) is not None
+    assert patience.pause(broke) is not None
     clock[0] += 2
-    assert course.pause(broke) is None
+    assert patience.pause(broke) is None
 
 
 def test_a_lake_that_another_source_has_just_taken(source: Source, make_pipeline: MakePipeline) -> None:
