@@ -5,8 +5,10 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import psycopg
 
 from bench.drains import make_slot, pg_recvlogical
@@ -102,15 +104,9 @@ def _server_cpu(postgres: Postgres) -> float:
     """Seconds of CPU that the server's processes have taken, those that have ended included."""
     pid = postgres.pid
     assert pid is not None
-    own = _ticks(pid)
-    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    return (sum(own) + sum(sum(_ticks(child)[:2]) for child in children)) / os.sysconf("SC_CLK_TCK")
-
-
-def _ticks(pid: int) -> tuple[int, ...]:
-    """User and system time of a process, then those of its children that have ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return (0, 0, 0, 0)
-    return tuple(map(int, fields[11:15]))
+    server = psutil.Process(pid)
+    spent = sum(server.cpu_times()[:4])  # its own, and its ended children's
+    for child in server.children():
+        with suppress(psutil.NoSuchProcess):
+            spent += sum(child.cpu_times()[:2])
+    return spent

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import psycopg
 
 from bench.report import Measure, Result
@@ -66,29 +67,24 @@ def peak_pss(process: "subprocess.Popen[Any]") -> int:
     """Wait for a process to end and return the largest PSS, in bytes, of it and its children together; one look each 0.1 s."""
     peak = 0
     while process.poll() is None:
-        peak = max(peak, sum(_pss(pid) for pid in _family(process.pid)))
+        peak = max(peak, sum(map(_pss, _family(process.pid))))
         time.sleep(0.1)
     if process.returncode:
         raise RuntimeError(f"the process ended with code {process.returncode}")
     return peak
 
 
-def _family(pid: int) -> list[int]:
+def _family(pid: int) -> list[psutil.Process]:
     try:
-        children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    except OSError:
-        return [pid]
-    return [pid, *(member for child in children for member in _family(child))]
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
-def _pss(pid: int) -> int:
+def _pss(process: psutil.Process) -> int:
     """Bytes of memory that a process would free by ending, shared pages in proportion; a JVM counts as nothing."""
     try:
-        if Path(f"/proc/{pid}/comm").read_text().strip() == "java":
-            return 0
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
+        return 0 if process.name() == "java" else process.memory_full_info().pss
+    except psutil.Error:
+        return 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+import psutil
 import psycopg
 import pyarrow.parquet as pq
 import pytest
@@ -145,7 +146,7 @@ def test_a_whole_run_leaves_no_trace_of_the_password(guarded: Postgres, runs: Ru
 
 
 def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return psutil.Process(pid).ppid()
 
 
 def _failures(guarded: Postgres, runs: Runs) -> None:

@@ -8,17 +8,17 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.local.process import spawn
 
 _MARK = "PGWAL_DEMO_FOLDER"
 _LOG_LIMIT = 16 << 20  # bytes; an older log is thrown away at the next start
-_LINUX = sys.platform.startswith("linux")
 
 
 def mark(root: Path) -> dict[str, str]:
@@ -99,13 +99,9 @@ def end_marked(root: Path, seconds: float) -> int:
 
 def _marked(root: Path) -> list[int]:
     """Live processes of ours with the mark, but for this one. A dead one that nobody has collected yet has no environment any more."""
-    if not _LINUX:
-        return []
-    wanted = f"{_MARK}={root}".encode()
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(_MARK) == str(root):
+                found.append(process.pid)
     return found

@@ -23,6 +23,8 @@ from types import TracebackType
 from typing import IO, Any, Self
 from urllib.parse import quote
 
+import psutil
+
 from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.local.installations import Installation, default_installation, installation, reachable, runnable_by, servers
 from pgwal_pipeline.local.process import free_port, port_free, spawn
@@ -371,10 +373,10 @@ def _as(account: _Account) -> dict[str, Any]:
 
 
 def _children(pid: int) -> list[int]:
-    """The processes that `pid` started, where the system tells (Linux); elsewhere they notice by themselves that it is gone."""
+    """The processes that `pid` started."""
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.Error:
         return []
 
 
@@ -386,13 +388,9 @@ def _open_temporary() -> str:
 def _was_started_with(pid: int, argument: str) -> bool:
     """Whether `pid` is a live process with `argument` somewhere on its command line."""
     try:
-        shown = subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
-    except FileNotFoundError:  # a system without ps has /proc
-        try:
-            shown = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-        except OSError:
-            return False
-    return argument in shown
+        return argument in " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:
