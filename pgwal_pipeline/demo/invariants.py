@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
-import psycopg
 
 TABLES = ("customers", "inventory", "order_lines", "orders", "payments", "products")
 
@@ -63,12 +62,6 @@ INVARIANTS = (
         UNION ALL SELECT o.id FROM {orders} o LEFT JOIN {customers} c ON c.id = o.customer_id WHERE c.id IS NULL""",
     ),
 )
-
-
-def broken_at_source(conn: psycopg.Connection) -> dict[str, int]:
-    """Offending rows by invariant, each asked in one statement of the source."""
-    tables = {name: f"shop.{name}" for name in TABLES}
-    return {rule.name: conn.execute(rule.sql.format_map(tables).encode()).rowcount for rule in INVARIANTS}
 
 
 def broken_in_lake(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:

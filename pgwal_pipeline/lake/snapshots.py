@@ -170,11 +170,6 @@ def generations(lake: Lake, place: TableName) -> set[str]:
     return set() if found is None else {partition[GENERATION] for partition in found.partitions()}
 
 
-def drop_generations(lake: Lake, place: TableName, keep: Collection[str]) -> None:
-    """Take every generation but those in `keep` out of the snapshot at a place; vacuum removes the files later. Raises LakeError."""
-    remove_generations(lake, place, generations(lake, place) - set(keep))
-
-
 def remove_generations(lake: Lake, place: TableName, gone: Collection[str]) -> None:
     """Take the generations in `gone` out of the snapshot at a place; vacuum removes the files later. Raises LakeError."""
     uri = lake.snapshot(place)

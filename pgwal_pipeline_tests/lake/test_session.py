@@ -9,8 +9,8 @@ from deltalake import DeltaTable, QueryBuilder
 
 from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.session import spark_conf, spark_session
-from pgwal_pipeline.local.connect import ConnectServer
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests.connect_server import ConnectServer
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

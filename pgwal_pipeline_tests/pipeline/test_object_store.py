@@ -20,7 +20,6 @@ import pytest
 from pgwal_pipeline.errors import LakeError, PgwalError
 from pgwal_pipeline.lake.layout import storage_options
 from pgwal_pipeline.lake.session import spark_session
-from pgwal_pipeline.local.connect import ConnectServer
 from pgwal_pipeline.local.process import port_free
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline import drain as drains
@@ -31,6 +30,7 @@ from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests.connect_server import ConnectServer
 from pgwal_pipeline_tests.lake.store import UNSET, VARIABLES, FaultyStore, faulty_store, object_store
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source, wait_for

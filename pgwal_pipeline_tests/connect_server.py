@@ -1,4 +1,4 @@
-"""A Spark Connect server of one's own, as a process beside: for the tests, and for trying out `PGWAL_SPARK_REMOTE` on one machine."""
+"""A Spark Connect server of the tests' own, as a process beside them."""
 
 import os
 import signal
