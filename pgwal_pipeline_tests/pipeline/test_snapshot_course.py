@@ -24,7 +24,7 @@ WRITTEN = "snapshot.before_chunk_record"
 TABLE = TableName("public", "t")
 
 
-def at_the_first(monkeypatch: pytest.MonkeyPatch, point: str, act: Callable[[], None]) -> None:
+def at_the_first(monkeypatch: pytest.MonkeyPatch, point: str, act: Callable[[], object]) -> None:
     """Call `act` when a snapshot first passes the failpoint."""
     passed: list[str] = []
 
@@ -86,7 +86,7 @@ def test_a_slot_that_fills_up_while_a_table_is_read_is_warned_of(
         assert snapshots.snapshot(pipeline.settings, progress=Silent()).warnings == ()
         # Of at most 80 MB: a slot may keep the segment that it is in, too.
         write = "SELECT count(pg_logical_emit_message(false, 'noise', repeat('x', 1048576))) FROM generate_series(1, 48)"
-        at_the_first(monkeypatch, WRITTEN, lambda: source.sql(write) and None)
+        at_the_first(monkeypatch, WRITTEN, lambda: source.sql(write))
         (warning,) = snapshots.snapshot(pipeline.settings, [TABLE], progress=Silent()).warnings
         assert warning.startswith(f"Slot {pipeline.settings.slot} keeps ")
         assert "% of the WAL that the source allows it, and is lost in " in warning
