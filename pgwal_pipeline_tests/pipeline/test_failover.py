@@ -54,7 +54,7 @@ def in_step(pipeline: Pipeline, standby: Source) -> None:
 
 
 @pytest.mark.skipif(default_installation().version < 17, reason="failover slots came with Postgres 17")
-@pytest.mark.parametrize("synced", ["to the frontier", "before the frontier"])
+@pytest.mark.parametrize("synced", [pytest.param("to the frontier", marks=pytest.mark.soak), "before the frontier"])
 def test_a_standby_with_the_synchronized_slot_takes_over(
     synced: str, make_server: Callable[..., Postgres], make_pipeline: MakePipeline, tmp_path: Path, spark: Any
 ) -> None:
