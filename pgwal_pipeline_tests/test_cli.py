@@ -186,7 +186,9 @@ def test_a_sync_without_a_table_to_follow_says_what_there_is(source: Source, com
     source.sql("CREATE SCHEMA shop; CREATE TABLE shop.orders (id int PRIMARY KEY)")
     code, out, err = commands.run("sync", PGWAL_TABLES="store.*,x.y")
     assert code == 0, err
-    said = "No table that can be published matches PGWAL_TABLES=store.*,x.y, so there is nothing to follow; the database has tables in shop."
+    said = (
+        "No table that can be published matches PGWAL_TABLES=store.*,x.y, so there is nothing to follow; the database has tables in shop."
+    )
     assert f"warning: {said}" in out
     assert commands.json("drop", "--yes")["dropped"]
     source.sql("CREATE PUBLICATION theirs")

@@ -49,9 +49,7 @@ def checked(instance: dg.DagsterInstance, table: str) -> tuple[bool, str | None]
 
 
 @pytest.mark.long
-def test_what_is_said_of_tables_in_error(
-    quiet: Source, tmp_path: Path, connect_address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_said_of_tables_in_error(quiet: Source, tmp_path: Path, connect_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One by its definition, which is a gap; one by its merge, which is tried again. Each command is a process of its own."""
     for table in (*SOUND, *FAULTY):
         quiet.sql(f"CREATE TABLE {table} (id int PRIMARY KEY, v text)")
@@ -65,6 +63,7 @@ def test_what_is_said_of_tables_in_error(
         change(quiet)
         code, out, err = commands.run("sync", "--json")
         assert code == 1, err
+        assert out, err
         answer = json.loads(out)
         for table in SOUND:
             pointer = answer["publish"]["tables"][table]
