@@ -59,6 +59,7 @@ def test_what_is_said_of_tables_in_error(quiet: Source, tmp_path: Path, connect_
     assert set(commands.json("sync")["publish"]["tables"]) == {*SOUND, *FAULTY}
     quiet.sql("ALTER TABLE clash ADD COLUMN _pgwal_op text")
     shutil.rmtree(Path(commands.json("status")["tables"]["public.damaged"]["current_path"]) / "_delta_log")
+    said = ""
     for _ in range(2):
         change(quiet)
         code, out, err = commands.run("sync", "--json")

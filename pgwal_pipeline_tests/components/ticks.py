@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import dagster as dg
 from dagster._core.remote_origin import InProcessCodeLocationOrigin
 from dagster._core.scheduler.instigation import TickData
-from dagster._core.test_utils import InProcessTestWorkspaceLoadTarget, create_test_daemon_workspace_context, freeze_time
+from dagster._core.test_utils import create_test_daemon_workspace_context, freeze_time
 from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
 from dagster._core.workspace.context import WorkspaceProcessContext
+from dagster._core.workspace.load_target import InProcessWorkspaceLoadTarget
 from dagster._daemon.sensor import execute_sensor_iteration
 
 from pgwal_pipeline import definitions
@@ -49,5 +50,5 @@ def sensor_daemon(instance: dg.DagsterInstance) -> Iterator[SensorDaemon]:
     """The sensors of `pgwal_pipeline.definitions` in `instance`, with this process's environment."""
     target = LoadableTargetOrigin(executable_path=sys.executable, module_name=definitions.__name__)
     origin = InProcessCodeLocationOrigin(target, location_name="pgwal_pipeline")
-    with create_test_daemon_workspace_context(InProcessTestWorkspaceLoadTarget(origin), instance) as context:
+    with create_test_daemon_workspace_context(InProcessWorkspaceLoadTarget(origin), instance) as context:
         yield SensorDaemon(instance, context, time.time())
