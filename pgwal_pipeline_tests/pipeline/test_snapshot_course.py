@@ -36,7 +36,7 @@ def at_the_first(monkeypatch: pytest.MonkeyPatch, point: str, act: Callable[[], 
     monkeypatch.setattr(failpoints, "hit", hit)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_as_many_chunks_of_a_table_are_read_at_once_as_there_are_workers(
     workers: int, source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
