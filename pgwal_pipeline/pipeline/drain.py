@@ -331,7 +331,7 @@ def _drain_windows(run: Pass, looks: Mapping[TableName, Look], stretch: _Stretch
         except StreamBroke as broke:
             committer.wait()
             _keep(run, broke, stretch.ended)
-            raise StreamBroke(broke, broke.kept, committer.windows) from broke
+            raise
         failpoints.hit("drain.after_files")
         committed = committer.submit(last, Snapshot.parse(stretch.ended))
         while not wait([committed], _ANSWER_EVERY).done:
