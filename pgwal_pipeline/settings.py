@@ -155,6 +155,11 @@ class Settings(BaseModel):
         )
 
     @property
+    def largest_row(self) -> int:
+        """Bytes that one row may have: decoded, written and merged it takes many times the room."""
+        return max(1 << 20, self.memory_budget // 4)
+
+    @property
     def catch_up_asked_for(self) -> bool:
         """Whether a setting of the catch-up was given, and not all were left at their defaults."""
         return not self.model_fields_set.isdisjoint({"catchup_threshold", "catchup_slots"})

@@ -68,7 +68,9 @@ def assert_equal(source: Source, table: str, path: str, version: int | None = No
 
     `dropped` are columns that the source has no longer and the lake may still have.
     """
-    (wanted, expected), (columns, found) = source_rows(source.connect(), table), lake_rows(path, version, dropped)
+    with source.connect() as conn:
+        wanted, expected = source_rows(conn, table)
+    columns, found = lake_rows(path, version, dropped)
     assert columns == wanted, table
     missing, extra = expected - found, found - expected
     assert not missing and not extra, f"{table}: missing {list(missing)[:5]}, extra {list(extra)[:5]} of {sum(expected.values())} rows"
