@@ -1,5 +1,6 @@
 """The files at the project's root that users copy, load or install from."""
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -10,7 +11,6 @@ from dagster import DagsterInstance
 from dagster._core.instance import InstanceRef
 from dotenv import dotenv_values
 
-from pgwal_pipeline.asset_specs import EQUALS_SOURCE_CHECK, FOLLOWED_CHECK, HEALTH_CHECK
 from pgwal_pipeline.lake.layout import _PASSED_ON
 from pgwal_pipeline.settings import PREFIX, Settings
 
@@ -72,10 +72,11 @@ def test_what_executes_runs_in_the_deployment() -> None:
     assert given == set()
 
 
-def test_the_readme_names_what_runs_by_itself_and_what_is_checked() -> None:
-    readme = (ROOT / "README.md").read_text()
-    names = {"wal_lag", "new_tables", "hourly_sync", "nightly_maintenance", HEALTH_CHECK, FOLLOWED_CHECK, EQUALS_SOURCE_CHECK}
-    assert {name for name in names if f"`{name}`" not in readme} == set()
+def test_continuous_integration_runs_the_tests() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "make test"
 
 
 def test_constraints_are_exact_and_cover_what_is_asked_for() -> None:

@@ -22,14 +22,16 @@ root_module = "{module}"
 
 
 @contextmanager
-def project(folder: Path, sources: Mapping[str, Mapping[str, Any]]) -> Iterator[dg.Definitions]:
-    """Definitions of a project with one component for each of `sources`: the folder's name and the component's attributes."""
+def project(
+    folder: Path, sources: Mapping[str, Mapping[str, Any]], component: str = "pgwal_pipeline.components.PostgresCdcComponent"
+) -> Iterator[dg.Definitions]:
+    """Definitions of a project with a `component` for each of `sources`: the folder's name and the component's attributes."""
     module = f"project_{uuid.uuid4().hex}"
     package = folder / module
     for name, attributes in sources.items():
         (package / "defs" / name).mkdir(parents=True)
-        component = {"type": "pgwal_pipeline.components.PostgresCdcComponent", "attributes": dict(attributes)}
-        (package / "defs" / name / "defs.yaml").write_text(yaml.safe_dump(component))
+        content = {"type": component, "attributes": dict(attributes)}
+        (package / "defs" / name / "defs.yaml").write_text(yaml.safe_dump(content))
     for made in (package, package / "defs"):
         (made / "__init__.py").touch()
     (folder / "pyproject.toml").write_text(PROJECT.format(module=module))

@@ -83,7 +83,7 @@ def test_types_that_borrow_anothers_output_function(source: Source, pipeline: Pi
     source.sql("CREATE TABLE k (c refcursor, v int); ALTER TABLE k REPLICA IDENTITY FULL")
     source.sql("CREATE TABLE s (id int PRIMARY KEY)")
     source.sql("INSERT INTO r VALUES (1, 'one', 'two', '{three,NULL}'), (2, NULL, NULL, NULL), (3, '', '%s', '{}')")
-    source.sql("INSERT INTO k SELECT 'c' || i, i FROM generate_series(1, 50) i")
+    source.sql("INSERT INTO k SELECT ('c' || i)::refcursor, i FROM generate_series(1, 50) i")
     pipeline.settings = pipeline.settings.model_copy(update={"snapshot_chunk_rows": 10})
     pipeline.sync()
     source.sql("INSERT INTO r VALUES (4, 'four', 'five', '{six}')")
