@@ -285,8 +285,8 @@ def _require_same_publication(conn: Connection, recorded: Source, frontier: int 
     if frontier is not None and recorded.publication_oid == _NOT_SENT:
         raise SlotLost(
             f"The source failed at a change that slot {recorded.slot} had to send, and nothing behind {format_lsn(frontier)} is in the "
-            f"stream. Mend the cause, or leave the table out of the publication; then run `pgwal resnapshot --all` to make the slot anew and "
-            f"read every table again."
+            f"stream. Mend the cause, or leave the table out of the publication; then run `pgwal resnapshot --all` to make the slot "
+            f"anew and read every table again."
         )
     if frontier is not None and recorded.publication_oid not in (0, now):
         what = "was dropped" if now is None else "was dropped, or renamed, and made anew"

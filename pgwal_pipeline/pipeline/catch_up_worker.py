@@ -1,7 +1,8 @@
 """`python -m pgwal_pipeline.pipeline.catch_up_worker START END VERSION BUDGET`: reads one window of a catch-up on a copy of the slot.
 
-The copy is a temporary one. Started by `CatchUpProcess` with the settings in its environment; a line of JSON on its standard output for each thing that it has to say.
-It stops when its standard input ends, as that does with the process that started it, and takes away what it has written.
+The copy is a temporary one. Started by `CatchUpProcess` with the settings in its environment; a line of JSON on its standard output for
+each thing that it has to say. It stops when its standard input ends, as that does with the process that started it, and takes away what
+it has written.
 """
 
 import atexit
