@@ -11,13 +11,13 @@ from typing import Any
 import psycopg
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import FileGone, PublicationMissing, SlotLost, SourceUnavailable
+from pgwal_pipeline.errors import ChangeNotSent, FileGone, PublicationMissing, SlotLost, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Plan, Window
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline import bootstrap as bootstraps
 from pgwal_pipeline.pipeline import catch_up
-from pgwal_pipeline.pipeline.bootstrap import Attached, attach, note_missing_publication
+from pgwal_pipeline.pipeline.bootstrap import Attached, attach, note_gap
 from pgwal_pipeline.pipeline.catch_up import Pace, falling_behind
 from pgwal_pipeline.pipeline.changes import Look
 from pgwal_pipeline.pipeline.committer import Committer
@@ -158,8 +158,8 @@ def _drain(settings: Settings, course: _Course, noted: Noted) -> DrainReport:
         try:
             for report, spent in _windows(run, attached, frontier, end, ended):
                 course.add(report, spent)
-        except PublicationMissing:
-            note_missing_publication(ledger)
+        except (PublicationMissing, ChangeNotSent) as loss:
+            note_gap(ledger, loss)
             raise
         for window in ledger.windows(course.began):
             # One that was counted, but whose connection broke before its slot was confirmed.
@@ -268,6 +268,7 @@ def _drain_windows(
                 run.conn,
                 (start, end),
                 memory_budget=run.settings.memory_budget,
+                largest_row=run.settings.largest_row,
                 progress=run.progress,
                 portions=Portions(run.settings.window_size, run.settings.window_time, committer.take, between),
             )
