@@ -159,7 +159,7 @@ class Settings(BaseModel):
 
     @property
     def largest_row(self) -> int:
-        """Bytes that one row may have: 64 MB, or a quarter of the memory budget where that is more. Merging it takes many times the room."""
+        """Bytes that one row may have: 64 MB, or a quarter of the memory budget where that is more. A merge takes many times as much."""
         return max(ROW_BYTES, self.memory_budget // 4)
 
     @property
