@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
+from pgwal_pipeline import amounts
 from pgwal_pipeline.printable import printable
 
 
@@ -60,6 +61,10 @@ class SlotLost(PgwalError):
 
 class PublicationMissing(SlotLost):
     """The publication was not there at a point of the WAL that the slot has still to read."""
+
+
+class ChangeNotSent(SlotLost):
+    """The source fails at a change that the slot has still to send: nothing behind it can be read on this slot."""
 
 
 class BlockedByTransaction(PgwalError):
@@ -127,6 +132,21 @@ class TableError(PgwalError):
     @classmethod
     def _made(cls, text: str, more: Mapping[str, Any]) -> Self:
         return cls(more["table"], text, more["oid"], more["stage"])
+
+
+class RowTooLarge(TableError):
+    """A row of a table that is larger than one row may be: it is not taken, for memory is not to be had for it."""
+
+    @classmethod
+    def of(cls, table: object, size: int, largest: int, oid: int = 0, stage: str = "") -> Self:
+        """The error for a row of `size` bytes, where `largest` is what one may have."""
+        return cls(
+            str(table),
+            f"Table {table} has a row of {amounts.size(size)}, and one may have {amounts.size(largest)} (64 MB, or a quarter of "
+            f"PGWAL_MEMORY_BUDGET where that is more); raise that, or make the row smaller on the source.",
+            oid,
+            stage,
+        )
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:

@@ -44,7 +44,12 @@ def lake_rows(path: str, version: int | None = None, dropped: Collection[str] = 
     """The columns and every row of a `current` table at a version, without the pipeline's own columns and those that the source dropped."""
     frame = pl.scan_delta(path, version=version).collect()
     columns = [name for name in frame.columns if not name.startswith("_pgwal_") and name not in dropped]
-    return columns, Counter(_hashable(row) for row in frame.select(columns).iter_rows())
+    return columns, rows_of(frame.select(columns))
+
+
+def rows_of(frame: pl.DataFrame) -> Counter[tuple[Any, ...]]:
+    """Every row of a frame with how often it stands there, to be compared with those of the source."""
+    return Counter(_hashable(row) for row in frame.iter_rows())
 
 
 def _hashable(row: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -68,7 +73,9 @@ def assert_equal(source: Source, table: str, path: str, version: int | None = No
 
     `dropped` are columns that the source has no longer and the lake may still have.
     """
-    (wanted, expected), (columns, found) = source_rows(source.connect(), table), lake_rows(path, version, dropped)
+    with source.connect() as conn:
+        wanted, expected = source_rows(conn, table)
+    columns, found = lake_rows(path, version, dropped)
     assert columns == wanted, table
     missing, extra = expected - found, found - expected
     assert not missing and not extra, f"{table}: missing {list(missing)[:5]}, extra {list(extra)[:5]} of {sum(expected.values())} rows"

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from pgwal_pipeline.decode.changes import OPS, TableChanges, decode_changes
+from pgwal_pipeline.decode.changes import OPS, LargeRow, TableChanges, decode_changes
 from pgwal_pipeline.decode.copy import decode_copy
 from pgwal_pipeline.decode.frames import HEADER, Frames, join
 from pgwal_pipeline.decode.pgoutput import RelationMessage, parse_logical, parse_origin, parse_relation, parse_type
 from pgwal_pipeline.decode.ragged import UnreadableError
 from pgwal_pipeline.decode.relations import Describe, KnownRelations, Layout
 from pgwal_pipeline.decode.route import LOGICAL, MARKS, ORIGIN, RELATION, TYPE, OpenTransaction, Route, route
-from pgwal_pipeline.errors import DecodeError, TableWorkFailed
+from pgwal_pipeline.errors import DecodeError, RowTooLarge, TableWorkFailed
 from pgwal_pipeline.relation import Relation
 from pgwal_pipeline.xid import TransactionMark
 
@@ -67,7 +67,9 @@ class Decoder:
     after `leave_out` where the error is about one table.
     """
 
-    def __init__(self, describe: Describe, start_lsn: int, end_lsn: int) -> None:
+    def __init__(self, describe: Describe, start_lsn: int, end_lsn: int, *, largest_row: int = 0) -> None:
+        """`largest_row` is what a row may have that is said to be larger: see `feed`."""
+        self._largest_row = largest_row
         self._start_lsn = start_lsn
         self._end_lsn = end_lsn
         self._known = KnownRelations(describe)
@@ -76,8 +78,10 @@ class Decoder:
         self._last_commit_lsn = 0
         self._passed_end = False
 
-    def feed(self, messages: Sequence[bytes | memoryview]) -> Decoded:
+    def feed(self, messages: Sequence[bytes | memoryview], heads: Mapping[int, int] | None = None) -> Decoded:
         """Decode the next messages. Once the window's end was passed, whatever comes is ignored.
+
+        `heads` are those that were too large, of which only the head is here (`frames.heads_of_large`): the fault of their tables.
 
         Raises DecodeError, naming the position and where it can the table and column, for a message that cannot be read; TableWorkFailed
         for anything else that goes wrong with one table.
@@ -85,7 +89,7 @@ class Decoder:
         decoded: Decoded | None = None
         before = self.checkpoint()
         try:
-            for frames in join(messages):
+            for frames in join(messages, heads):
                 if not self._passed_end:
                     part = self._decode(frames)
                     decoded = part if decoded is None else _together(decoded, part)
@@ -160,6 +164,10 @@ class Decoder:
             return decode_changes(routed, self._known)
         except (DecodeError, MemoryError):
             raise
+        except LargeRow as large:
+            relation = large.relation
+            failure = RowTooLarge.of(relation.table, large.size, self._largest_row, relation.oid, "decode")
+            raise TableWorkFailed(relation.oid, str(relation.table), "decode") from failure
         except Exception as error:
             relation = self._failing(routed)
             if relation is None:

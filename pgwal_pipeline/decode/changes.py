@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.columns import Block, CellError, Columns, decode_columns
-from pgwal_pipeline.decode.frames import HEADER, Frames
+from pgwal_pipeline.decode.frames import HEAD, Frames
 from pgwal_pipeline.decode.ragged import UnreadableError, assemble
 from pgwal_pipeline.decode.relations import KnownRelations, Layout
 from pgwal_pipeline.decode.route import DELETE, INSERT, UPDATE, Route
@@ -22,7 +22,15 @@ OPS = b"IUDTK"
 """The operations a row may stand for, as bytes: insert, update, delete, truncate, and the old key of a changed one."""
 
 _KEY, _OLD, _NEW = b"KON"
-_TUPLE = HEADER + 8  # where the columns of a change's first tuple begin: behind its kind, oid, tag and column count
+
+
+class LargeRow(Exception):
+    """A wanted change of a row is too large, so that only its head is here; the whole has `size` bytes."""
+
+    def __init__(self, relation: Relation, size: int) -> None:
+        super().__init__(f"a row of {relation.table} has {size} bytes")
+        self.relation = relation
+        self.size = size
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +77,10 @@ class _Rows:
 
 
 def decode_changes(routed: Route, known: KnownRelations) -> tuple[TableChanges, ...]:
-    """Decode the changes that the window wants. Raises DecodeError for the first message found that cannot be read."""
+    """Decode the changes that the window wants.
+
+    Raises DecodeError for the first message found that cannot be read, LargeRow for the first of which only the head is here.
+    """
     frames = routed.frames
     tuples = _order(routed, known, np.flatnonzero(routed.rows))
     fields = _read(frames, known, tuples)
@@ -100,7 +111,7 @@ def decode_changes(routed: Route, known: KnownRelations) -> tuple[TableChanges, 
 def _order(routed: Route, known: KnownRelations, messages: Ints) -> _Tuples:
     """The messages' versions and shapes, checked; wider tables first, which `walk` relies on."""
     frames, heads = routed.frames, routed.heads[messages]
-    short = frames.ends[messages] - frames.starts[messages] < _TUPLE
+    short = frames.ends[messages] - frames.starts[messages] < HEAD
     if short.any():
         raise frames.table_error(int(messages[short.argmax()]), "it is too short for a change")
     try:
@@ -111,6 +122,10 @@ def _order(routed: Route, known: KnownRelations, messages: Ints) -> _Tuples:
     wanted = widths >= 0
     if not wanted.all():
         messages, heads, versions, widths = messages[wanted], heads[wanted], versions[wanted], widths[wanted]
+    for message, size in frames.heads.items():
+        at = np.flatnonzero(messages == message)
+        if len(at):
+            raise LargeRow(known.layout(int(versions[at[0]])).relation, size)
     kinds, tags = routed.kinds[messages], heads >> 16 & 0xFF
     old = (tags == _KEY) | (tags == _OLD)
     bad_tag = ~np.where(tags == _NEW, kinds != DELETE, old & (kinds != INSERT))
@@ -159,7 +174,7 @@ def _read(frames: Frames, known: KnownRelations, tuples: _Tuples) -> Fields:
         return frames.table_error(int(tuples.message[index]), reason, _table(known, tuples.version[index]))
 
     try:
-        at = walk(frames, fields, tuples.first, starts + _TUPLE, ends, tuples.width)
+        at = walk(frames, fields, tuples.first, starts + HEAD, ends, tuples.width)
     except UnreadableError as error:
         raise fail(error.index, error.reason) from None
     doubles = np.flatnonzero(tuples.double)

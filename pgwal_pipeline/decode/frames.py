@@ -5,8 +5,8 @@ be read wherever a string should still have it, and what is read past a string's
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -21,26 +21,34 @@ HEADER = 25
 PORTION = 64 << 20
 """Most bytes of one buffer, unless a single string has more; what is known of each field takes ten times the room of a null."""
 
+HEAD = HEADER + 8
+"""Bytes of a message that changes a row up to its first column: kind, oid, tag and column count follow the header."""
+
+_CHANGES = b"IUD"
 _PADDING = bytes(64)
 _SHOWN = 24  # bytes of a message that an error shows
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Byte strings end to end: the i-th lies in `octets[starts[i]:ends[i]]`. `words[p]` are the 8 bytes from p, in the machine's order."""
+    """Byte strings end to end: the i-th lies in `octets[starts[i]:ends[i]]`. `words[p]` are the 8 bytes from p, in the machine's order.
+
+    `heads` are those of which only the head is here, by index: the bytes that each has as a whole.
+    """
 
     buffer: pa.Buffer
     octets: Bytes
     words: Ints
     starts: Ints
     ends: Ints
+    heads: Mapping[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def first(self, count: int) -> "Frames":
         """The first `count` strings, on the same buffer."""
-        return Frames(self.buffer, self.octets, self.words, self.starts[:count], self.ends[:count])
+        return replace(self, starts=self.starts[:count], ends=self.ends[:count])
 
     def octet(self, positions: Ints) -> Bytes:
         """The byte at each position."""
@@ -82,14 +90,27 @@ class Frames:
         return 0
 
 
-def join(parts: Sequence[bytes | memoryview]) -> Iterator[Frames]:
-    """Lay `parts` end to end in as many buffers as it takes with at most PORTION bytes each; a longer one has a buffer of its own."""
+def heads_of_large(messages: Sequence[memoryview], largest: int) -> tuple[list[memoryview], dict[int, int]]:
+    """Replication messages with no more than the head of each change of a row that has more than `largest` bytes.
+
+    Second, the bytes of each of these, by index.
+    """
+    large = {index: len(message) for index, message in enumerate(messages) if len(message) > largest and message[HEADER] in _CHANGES}
+    return [memoryview(bytes(message[:HEAD])) if index in large else message for index, message in enumerate(messages)], large
+
+
+def join(parts: Sequence[bytes | memoryview], heads: Mapping[int, int] | None = None) -> Iterator[Frames]:
+    """Lay `parts` end to end in as many buffers as it takes with at most PORTION bytes each; a longer one has a buffer of its own.
+
+    `heads` are as those of `Frames`.
+    """
     lengths = np.fromiter(map(len, parts), np.int64, len(parts))
     through = np.cumsum(lengths)
     first, before = 0, 0
     while first < len(parts):
         last = max(int(np.searchsorted(through, before + PORTION, "right")), first + 1)
-        yield _laid(parts if last - first == len(parts) else parts[first:last], lengths[first:last])
+        frames = _laid(parts if last - first == len(parts) else parts[first:last], lengths[first:last])
+        yield replace(frames, heads={index - first: size for index, size in heads.items() if first <= index < last}) if heads else frames
         first, before = last, int(through[last - 1])
 
 

@@ -16,6 +16,13 @@ from pgwal_pipeline.lake.parquet import plain_schema
 from pgwal_pipeline.own_columns import OP, RESERVED, TEXT
 from pgwal_pipeline.relation import Relation, TableName
 
+_INNER = re.compile(
+    r"__delta_internal_.*|_tmp_metadata_row_index|_condition_|_file_name_|_row_dropped_|_row_id_|_(source|target)_row_present_"
+    r"|_target_row_index_",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Columns that Delta adds by itself where Spark reads a table, or merges into one: both fail on a table that has one of its own."""
+
 
 def check_columns(relation: Relation) -> None:
     """Raise TableError where a table's columns cannot stand in Delta beside each other and beside ours."""
@@ -33,6 +40,12 @@ def check_columns(relation: Relation) -> None:
                 str(relation.table),
                 f"Table {relation.table} cannot be followed: its column {name!r} is named like those that the lake adds ({RESERVED}…); "
                 f"rename it, or leave the table out of PGWAL_TABLES.",
+            )
+        if _INNER.fullmatch(name):
+            raise TableError(
+                str(relation.table),
+                f"Table {relation.table} cannot be followed: its column {name!r} is named like one that Delta adds while it reads or "
+                f"merges, so that both would fail; rename it, or leave the table out of PGWAL_TABLES.",
             )
 
 

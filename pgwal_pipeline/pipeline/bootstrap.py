@@ -7,7 +7,7 @@ from typing import Any
 import psycopg
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import FileGone, LakeError, SlotLost
+from pgwal_pipeline.errors import ChangeNotSent, FileGone, LakeError, PublicationMissing, SlotLost
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Source, Window
 from pgwal_pipeline.lsn import format_lsn, window_key
@@ -24,7 +24,7 @@ from pgwal_pipeline.settings import Settings
 
 Connection = psycopg.Connection[Any]
 
-_NEVER = -1  # the oid of no publication
+_NEVER, _NOT_SENT = -1, -2  # oids of no publication: the stream met a time without it, or a change that the source cannot send
 
 
 @dataclass(frozen=True)
@@ -190,11 +190,14 @@ def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) 
     return _attach(settings, conn, warn=warn)
 
 
-def note_missing_publication(ledger: Ledger) -> None:
-    """Write down that the stream met a time without the publication, of which neither its name nor its oid tells (it was renamed)."""
+def note_gap(ledger: Ledger, loss: PublicationMissing | ChangeNotSent) -> None:
+    """Write down that the slot does not bring every change: it met a time without the publication, or one that the source cannot send.
+
+    Neither the publication's name nor its oid tells of that.
+    """
     source = ledger.source()
     if source is not None:
-        ledger.record_source(replace(source, publication_oid=_NEVER))
+        ledger.record_source(replace(source, publication_oid=_NOT_SENT if isinstance(loss, ChangeNotSent) else _NEVER))
 
 
 def _read_all_again(ledger: Ledger) -> None:
@@ -279,6 +282,12 @@ def _require_same_source(lake: Lake, recorded: Source, ours: Source) -> None:
 def _require_same_publication(conn: Connection, recorded: Source, frontier: int | None) -> None:
     """See that the publication has been there all the time: the changes of a time without it are in no stream."""
     now = publication.oid(conn, recorded.publication)
+    if frontier is not None and recorded.publication_oid == _NOT_SENT:
+        raise SlotLost(
+            f"The source failed at a change that slot {recorded.slot} had to send, and nothing behind {format_lsn(frontier)} is in the "
+            f"stream. Mend the cause, or leave the table out of the publication; then run `pgwal resnapshot --all` to make the slot "
+            f"anew and read every table again."
+        )
     if frontier is not None and recorded.publication_oid not in (0, now):
         what = "was dropped" if now is None else "was dropped, or renamed, and made anew"
         raise SlotLost(

@@ -180,10 +180,18 @@ def _refined(run: Pass, plan: Plan) -> Plan:
 
 def _read_here(run: Pass, plan: Plan, limits: tuple[int, int], budget: int, expected: Mapping[str, Schema] | None = None) -> None:
     """Read one window in this process and write down that it has been read."""
-    settings = run.settings.model_copy(update={"memory_budget": budget})
     with _stream(run, plan, limits[0]) as stream:
-        stage = _stage(plan, limits)
-        read = read_ahead(stream, settings, run.ledger, run.conn, limits, progress=run.progress, stage=stage, expected=expected)
+        read = read_ahead(
+            stream,
+            run.settings,
+            run.ledger,
+            run.conn,
+            limits,
+            memory_budget=budget,
+            progress=run.progress,
+            stage=_stage(plan, limits),
+            expected=expected,
+        )
     failpoints.hit("drain.after_files")
     run.ledger.record_read(read)
     failpoints.hit("catch_up.read_here")

@@ -35,9 +35,9 @@ class CatchUpProcess:
         self._ready = threading.Event()
         self._has_slot = False
         self._done = False
-        given = settings.model_copy(update={"memory_budget": memory_budget}).to_environment()
+        given = settings.to_environment()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name == _KEPT}
-        command = [sys.executable, "-m", _PROGRAM, *map(str, limits), str(server_version)]
+        command = [sys.executable, "-m", _PROGRAM, *map(str, limits), str(server_version), str(memory_budget)]
         # In a group of its own a terminal's Ctrl-C does not reach it: this process decides when it ends.
         self._process = subprocess.Popen(
             command, env=inherited | given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0

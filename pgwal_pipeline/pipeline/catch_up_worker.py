@@ -1,7 +1,8 @@
-"""`python -m pgwal_pipeline.pipeline.catch_up_worker START END VERSION`: reads one window of a catch-up on a temporary copy of the slot.
+"""`python -m pgwal_pipeline.pipeline.catch_up_worker START END VERSION BUDGET`: reads one window of a catch-up on a copy of the slot.
 
-Started by `CatchUpProcess` with the settings in its environment; a line of JSON on its standard output for each thing that it has to say.
-It stops when its standard input ends, as that does with the process that started it, and takes away what it has written.
+The copy is a temporary one. Started by `CatchUpProcess` with the settings in its environment; a line of JSON on its standard output for
+each thing that it has to say. It stops when its standard input ends, as that does with the process that started it, and takes away what
+it has written.
 """
 
 import atexit
@@ -79,9 +80,9 @@ def main() -> None:
 
 
 def _work(teller: _Teller) -> int:
-    start, end, version = map(int, sys.argv[1:4])
+    start, end, version, budget = map(int, sys.argv[1:5])
     try:
-        _read(Settings.from_environment(), start, end, version, teller)
+        _read(Settings.from_environment(), (start, end), version, budget, teller)
         teller.tell(done=True)
     except BrokenPipeError:
         return 1
@@ -92,7 +93,7 @@ def _work(teller: _Teller) -> int:
     return 0
 
 
-def _read(settings: Settings, start: int, end: int, version: int, teller: _Teller) -> None:
+def _read(settings: Settings, limits: tuple[int, int], version: int, budget: int, teller: _Teller) -> None:
     ledger = Ledger(Lake(settings.lake))
     timeout = settings.blocked_timeout
     with (
@@ -101,10 +102,10 @@ def _read(settings: Settings, start: int, end: int, version: int, teller: _Telle
     ):
         teller.tell(ready=True)
         failpoints.hit("catch_up.copied")
-        teller.say(f"{copy.name} is moved to {format_lsn(start)}")
-        with copy.stream(settings.publication, start, server_version=version) as stream:
+        teller.say(f"{copy.name} is moved to {format_lsn(limits[0])}")
+        with copy.stream(settings.publication, limits[0], server_version=version) as stream:
             failpoints.hit("catch_up.moved")
-            read = read_ahead(stream, settings, ledger, conn, (start, end), progress=teller)
+            read = read_ahead(stream, settings, ledger, conn, limits, memory_budget=budget, progress=teller)
             failpoints.hit("catch_up.after_files")
             ledger.record_read(read)
             failpoints.hit("catch_up.recorded")

@@ -67,6 +67,7 @@ def read_from(
     limits: tuple[int, int],
     *,
     memory_budget: int,
+    largest_row: int,
     progress: Progress,
     stage: str = "drain",
     expected: Mapping[str, Schema] | None = None,
@@ -81,6 +82,7 @@ def read_from(
         start_lsn=limits[0],
         end_lsn=limits[1],
         memory_budget=memory_budget,
+        largest_row=largest_row,
         progress=progress,
         stage=stage,
         expected=expected,
@@ -95,14 +97,27 @@ def read_ahead(
     conn: psycopg.Connection[Any],
     limits: tuple[int, int],
     *,
+    memory_budget: int,
     progress: Progress,
     stage: str = "drain",
     expected: Mapping[str, Schema] | None = None,
 ) -> Read:
-    """Read one window of a plan, for the ledger to take; what came whole of it where the stream breaks is written down before it raises."""
-    budget = settings.memory_budget
+    """Read one window of a plan with a share of the memory, for the ledger to take.
+
+    What came whole of it where the stream breaks is written down before it raises.
+    """
     try:
-        read = read_from(stream, ledger, conn, limits, memory_budget=budget, progress=progress, stage=stage, expected=expected)
+        read = read_from(
+            stream,
+            ledger,
+            conn,
+            limits,
+            memory_budget=memory_budget,
+            largest_row=settings.largest_row,
+            progress=progress,
+            stage=stage,
+            expected=expected,
+        )
     except StreamBroke as broke:
         keep_what_came(ledger, settings.slot, broke)
         raise

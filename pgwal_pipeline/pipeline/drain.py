@@ -11,13 +11,13 @@ from typing import Any
 import psycopg
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import FileGone, PublicationMissing, SlotLost, SourceUnavailable
+from pgwal_pipeline.errors import ChangeNotSent, FileGone, PublicationMissing, SlotLost, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Plan, Window
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.pipeline import bootstrap as bootstraps
 from pgwal_pipeline.pipeline import catch_up
-from pgwal_pipeline.pipeline.bootstrap import Attached, attach, note_missing_publication
+from pgwal_pipeline.pipeline.bootstrap import Attached, attach, note_gap
 from pgwal_pipeline.pipeline.catch_up import Pace, falling_behind
 from pgwal_pipeline.pipeline.changes import Look
 from pgwal_pipeline.pipeline.committer import Committer
@@ -181,8 +181,8 @@ def _drain(run: Pass, attached: Attached, frontier: int, target: _Target, done: 
     flushed, started = catalog.flush_lsn(run.conn), time.perf_counter()
     try:
         _carry_out(run, attached, _stretches(run, attached, frontier, target), done)
-    except PublicationMissing:
-        note_missing_publication(run.ledger)
+    except (PublicationMissing, ChangeNotSent) as loss:
+        note_gap(run.ledger, loss)
         raise
     for window in run.ledger.windows(target.began):
         # One that was counted, but whose connection broke before its slot was confirmed.
@@ -325,6 +325,7 @@ def _drain_windows(run: Pass, looks: Mapping[TableName, Look], stretch: _Stretch
                 run.conn,
                 (stretch.start_lsn, stretch.end_lsn),
                 memory_budget=run.settings.memory_budget,
+                largest_row=run.settings.largest_row,
                 progress=run.progress,
                 portions=Portions(run.settings.window_size, run.settings.window_time, committer.take, between),
             )

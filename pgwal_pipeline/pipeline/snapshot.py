@@ -353,6 +353,7 @@ class _TableRead:
             copy.ChunkBounds(chunk.lower, chunk.upper),
             row_filter=self.published.row_filter,
             exported_snapshot=exported,
+            largest_row=self.settings.largest_row,
         )
         written = writer.write(attempt, self._counted(chunk.chunk, rows))
         failpoints.hit("snapshot.before_chunk_record")

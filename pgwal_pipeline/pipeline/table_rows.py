@@ -31,6 +31,7 @@ class TableRows:
     bounds: ChunkBounds
     row_filter: str | None = None
     exported_snapshot: str | None = None
+    largest_row: int = 1 << 30
     read: ChunkRead | None = None
     _pieces: "queue.Queue[pa.Table | BaseException | None]" = field(default_factory=lambda: queue.Queue(_AHEAD))
     _abandoned: threading.Event = field(default_factory=threading.Event)
@@ -57,6 +58,7 @@ class TableRows:
                 binary=binary.TYPES,
                 row_filter=self.row_filter,
                 exported_snapshot=self.exported_snapshot,
+                largest_row=self.largest_row,
             )
             self._put(None)
         except _Abandoned:

@@ -120,7 +120,14 @@ def _files(conn: psycopg.Connection[Any], publication: str, oids: Collection[int
 def _copy_source(settings: Settings, lake: Lake, table: PublishedTable, exported: str) -> str:
     """The table as the exported snapshot shows it, as a Delta table of its own in the lake; its path."""
     path = f"{lake.ledger('verify')}/{uuid.uuid4().hex}"
-    rows = TableRows(settings.dsn, table.relation, copy.ChunkBounds(None, None), row_filter=table.row_filter, exported_snapshot=exported)
+    rows = TableRows(
+        settings.dsn,
+        table.relation,
+        copy.ChunkBounds(None, None),
+        row_filter=table.row_filter,
+        exported_snapshot=exported,
+        largest_row=settings.largest_row,
+    )
     pieces = iter(rows)
     first = next(pieces, copy_schema(table.relation).empty_table())
     compare.write(path, pa.RecordBatchReader.from_batches(first.schema, _batches(chain([first], pieces))))

@@ -15,8 +15,9 @@ from deltalake import Schema
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.batch import Checkpoint, Decoded, Decoder
+from pgwal_pipeline.decode.frames import heads_of_large
 from pgwal_pipeline.decode.pgoutput import RelationMessage
-from pgwal_pipeline.errors import DecodeError, SourceUnavailable, TableError, TableWorkFailed
+from pgwal_pipeline.errors import ChangeNotSent, DecodeError, PgwalError, SourceUnavailable, TableError, TableWorkFailed
 from pgwal_pipeline.lake import undecodable
 from pgwal_pipeline.lake.facts import Refusal
 from pgwal_pipeline.lake.faults import is_tables_own, table_error
@@ -38,12 +39,12 @@ Describe = Callable[[RelationMessage], Relation | None]
 
 
 class StreamBroke(SourceUnavailable):
-    """The connection broke in the middle of a window. `kept` is what had come whole by then, a window too; None if nothing had.
+    """The stream ended in the middle of a window. `kept` is what had come whole by then, a window too; None if nothing had.
 
     `counted` are the windows before it that the same stream brought, which count.
     """
 
-    def __init__(self, error: SourceUnavailable, kept: WindowRead | None, counted: Sequence[Window] = ()) -> None:
+    def __init__(self, error: PgwalError, kept: WindowRead | None, counted: Sequence[Window] = ()) -> None:
         super().__init__(str(error))
         self.kept = kept
         self.counted = counted
@@ -65,11 +66,15 @@ class Portions:
 
 @dataclass(frozen=True)
 class _Feed:
-    """Messages in the order they came, and how far the server said it had read when the last of them was taken."""
+    """Messages in the order they came, and how far the server said it had read when the last of them was taken.
+
+    `heads` are those of which only the head was kept, by their index: the bytes that each had.
+    """
 
     messages: Sequence[memoryview]
     size: int
     server_position: int
+    heads: Mapping[int, int]
 
 
 class _Cut:
@@ -174,7 +179,7 @@ class _Consumer(threading.Thread):
         messages = feed.messages
         while True:
             checkpoint = self._decoder.checkpoint()
-            passed = self._take_in(messages) if messages else False
+            passed = self._take_in(messages, feed.heads) if messages else False
             if not passed and (self._in_transaction or self._position < self._open.end_lsn):
                 return False
             if not passed:
@@ -187,11 +192,11 @@ class _Consumer(threading.Thread):
             self._portions.take(self._finished())
             self._begin_next(checkpoint if passed else None)
 
-    def _take_in(self, messages: Sequence[memoryview]) -> bool:
+    def _take_in(self, messages: Sequence[memoryview], heads: Mapping[int, int]) -> bool:
         """Decode messages and hand their rows to the writer; true if they pass the window's end."""
         self._mind_the_time()
         with self._open.tally.timed("decode"):
-            decoded = self._decoded(messages)
+            decoded = self._decoded(messages, heads)
         self._open.tally.add(decoded)
         with self._open.tally.timed("write"):
             for changes in decoded.changes:
@@ -225,11 +230,11 @@ class _Consumer(threading.Thread):
             end = start_lsn + self._portions.size
         return _Open(start_lsn, end, WindowWriter(self._lake, self._budget // 2, window_key(end), self._expected, self._places))
 
-    def _decoded(self, messages: Sequence[memoryview]) -> Decoded:
+    def _decoded(self, messages: Sequence[memoryview], heads: Mapping[int, int]) -> Decoded:
         """Decode messages, without the tables whose own fault it is that this fails."""
         while True:
             try:
-                return self._decoder.feed(messages)
+                return self._decoder.feed(messages, heads)
             except DecodeError as error:
                 self._set_aside(error)
             except TableWorkFailed as failed:
@@ -298,6 +303,7 @@ def read_window(
     start_lsn: int,
     end_lsn: int,
     memory_budget: int,
+    largest_row: int,
     progress: Progress,
     stage: str = "drain",
     expected: Mapping[str, Schema] | None = None,
@@ -308,10 +314,11 @@ def read_window(
     Without `portions` that is the only one. Ends when the server has read past `end_lsn`; its silence never counts as that, for a walsender
     is silent while it decodes a large transaction that is not ours. At most `memory_budget` bytes of changes are held, undecoded and
     unwritten together. Nothing is committed and nothing confirmed here. A table that by its own fault cannot be decoded or written is left
-    out from there on, and named in `facts.refused`. `stage` is what `progress` calls it, `places` and `expected` are as
-    `WindowWriter` has them.
+    out from there on, and named in `facts.refused`; so is one with a row of more than `largest_row` bytes.
+    `stage` is what `progress` calls it, `places` and `expected` are as `WindowWriter` has them.
 
-    Raises StreamBroke, which has what came whole, where the connection breaks, and what decoding, writing or `portions` raise.
+    Raises StreamBroke, which has what came whole, where the connection breaks, or something came whole before a change that the source
+    cannot send; ChangeNotSent where nothing did; and what decoding, writing or `portions` raise.
     """
     feed_bytes = max(64 << 10, min(4 << 20, memory_budget // 16))
 
@@ -321,10 +328,10 @@ def read_window(
             check_columns(relation)  # before its rows stand beside our columns, which are found there by their names
         return relation
 
-    decoder = Decoder(wanted, start_lsn, start_lsn)
+    decoder = Decoder(wanted, start_lsn, start_lsn, largest_row=largest_row)
     consumer = _Consumer(decoder, lake, places, (start_lsn, end_lsn), memory_budget, expected or {}, portions)
     consumer.start()
-    broken: SourceUnavailable | None = None
+    broken: SourceUnavailable | ChangeNotSent | None = None
 
     def between(position: int) -> None:
         progress.stage(stage, *_share(start_lsn, position, end_lsn), "bytes of WAL")
@@ -332,8 +339,8 @@ def read_window(
             portions.between()
 
     try:
-        _pump(stream, consumer, feed_bytes, HeldBack(stream.dsn, stream.slot, progress.warn), between)
-    except SourceUnavailable as error:
+        _pump(stream, consumer, (feed_bytes, largest_row), HeldBack(stream.dsn, stream.slot, progress.warn), between)
+    except (SourceUnavailable, ChangeNotSent) as error:
         broken = error
         consumer.cut_short()
     finally:
@@ -345,13 +352,19 @@ def read_window(
     if consumer.error is not None:
         raise consumer.error
     if broken is not None and not consumer.passed_end:
+        if isinstance(broken, ChangeNotSent) and consumer.last is None:
+            raise broken
         raise StreamBroke(broken, consumer.last) from broken
     assert consumer.last is not None
     return consumer.last
 
 
-def _pump(stream: ReplicationStream, consumer: _Consumer, feed_bytes: int, held: HeldBack, between: Callable[[int], None]) -> None:
-    """Hand over what the stream brings until the consumer has seen the window's end; `between` is told how far the server has read."""
+def _pump(stream: ReplicationStream, consumer: _Consumer, limits: tuple[int, int], held: HeldBack, between: Callable[[int], None]) -> None:
+    """Hand over what the stream brings until the consumer has seen the window's end; `between` is told how far the server has read.
+
+    `limits` are the bytes that are handed over at once, about, and those that one row may have.
+    """
+    feed_bytes, largest_row = limits
     reported = -1
     while not consumer.ended.is_set():
         if not consumer.has_room(_IDLE):
@@ -362,7 +375,11 @@ def _pump(stream: ReplicationStream, consumer: _Consumer, feed_bytes: int, held:
         failpoints.hit("drain.read")
         if messages or stream.server_position != reported:
             reported = stream.server_position
-            consumer.hand_over(_Feed(messages, sum(map(len, messages)), reported))
+            size, heads = sum(map(len, messages)), {}
+            if size > largest_row:
+                messages, heads = heads_of_large(messages, largest_row)
+                size = sum(map(len, messages))
+            consumer.hand_over(_Feed(messages, size, reported, heads))
             held.moved()
         else:
             stream.request_reply()

@@ -15,7 +15,7 @@ from typing import Any
 import psycopg
 from psycopg import errors, pq
 
-from pgwal_pipeline.errors import PgwalError, SourceUnavailable, TableError
+from pgwal_pipeline.errors import PgwalError, RowTooLarge, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.postgres.catalog import Connection, insert_lsn, resolve_types
 from pgwal_pipeline.postgres.dsn import BYTES_AS_THEY_ARE, connect, translate
 from pgwal_pipeline.postgres.key_order import BORROWED_SQL, KeyOrder, key_order
@@ -146,6 +146,7 @@ def read_chunk(
     binary: Collection[int] = (),
     row_filter: str | None = None,
     exported_snapshot: str | None = None,
+    largest_row: int = 1 << 30,
 ) -> ChunkRead:
     """Read the rows of a range, in a transaction of its own, and hand them on as the messages of a COPY in binary format, some at a time.
 
@@ -155,7 +156,8 @@ def read_chunk(
     (`catalog.published_tables`), so that rows which are not in the stream are not in the snapshot. `exported_snapshot` names one that the
     read is to see instead of its own.
 
-    Raises TableError where rows cannot be read (no SELECT, row-level security that would hide some), TableChanged where the table is not as
+    Raises TableError where rows cannot be read (no SELECT, row-level security that would hide some, a row of more than `largest_row` bytes,
+    anything that the source says against this table), TableChanged where the table is not as
     `relation` says any more, SourceUnavailable where the read broke off.
     """
     conn = connect(dsn, application="pgwal snapshot")
@@ -165,7 +167,7 @@ def read_chunk(
         statement = _copy_statement(conn, relation, bounds, binary, row_filter)
         if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
             conn.execute(BYTES_AS_THEY_ARE.encode())
-        rows, size = _copy_out(conn, statement, on_rows)
+        rows, size = _copy_out(conn, statement, on_rows, largest_row, relation)
         # After the read, not at its snapshot: TRUNCATE and DDL that rewrites the table are seen by it whenever they were done.
         lsn = insert_lsn(conn)
         # Names are looked up as they are now, whatever the snapshot; until the transaction ends nothing renames what was read.
@@ -274,7 +276,9 @@ def _same(one: PgType, other: PgType) -> bool:
     return (one.oid, one.typmod) == (other.oid, other.typmod) and _same(one.element, other.element)
 
 
-def _copy_out(conn: Connection, statement: str, on_rows: Callable[[bytearray, list[int]], None]) -> tuple[int, int]:
+def _copy_out(
+    conn: Connection, statement: str, on_rows: Callable[[bytearray, list[int]], None], largest_row: int, relation: Relation
+) -> tuple[int, int]:
     """Run a COPY … TO STDOUT; the rows and bytes that came.
 
     libpq gives each row by itself: as little Python a row as there can be, and nothing kept of it that the garbage collector looks after,
@@ -305,7 +309,7 @@ def _copy_out(conn: Connection, statement: str, on_rows: Callable[[bytearray, li
     rows, lengths = bytearray(), list[int]()
     while True:
         length, data = get(1)
-        if length > 0:
+        if 0 < length <= largest_row:
             rows += data
             lengths.append(length)
             if len(rows) >= _BLOCK_BYTES:
@@ -314,8 +318,10 @@ def _copy_out(conn: Connection, statement: str, on_rows: Callable[[bytearray, li
                 rows, lengths = bytearray(), []
         elif length == 0:
             wait()
-        else:
+        elif length < 0:
             break
+        else:
+            raise RowTooLarge.of(relation.table, length, largest_row, relation.oid, "read")
     done = result()
     total += len(rows)
     if lengths:
@@ -406,7 +412,11 @@ def _read_error(error: psycopg.Error, relation: Relation, conn: Connection) -> P
             f"Table {table} holds text that the source cannot write as UTF-8 ({error.diag.message_primary}); "
             f"correct it there, then run `pgwal resnapshot '{table}'`.",
         )
-    return translate(error, f"reading table {table}")
+    found = translate(error, f"reading table {table}")
+    if not isinstance(found, SourceRefused):
+        return found
+    # Nothing else was asked for: a block that is damaged, a row that is too large for the source itself, a function that fails.
+    return TableError(str(table), f"{found} Mend it there, then run `pgwal resnapshot '{table}'`.", relation.oid, "read")
 
 
 def _hidden_rows(relation: Relation, conn: Connection) -> TableError:

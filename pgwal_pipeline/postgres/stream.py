@@ -5,6 +5,7 @@ was received is not yet durable.
 """
 
 import fcntl
+import re
 import select
 import struct
 import termios
@@ -20,7 +21,7 @@ from psycopg import errors
 from psycopg.pq import DiagnosticField, ExecStatus
 from psycopg.pq.abc import PGconn, PGresult
 
-from pgwal_pipeline.errors import PgwalError, PublicationMissing, SourceUnavailable
+from pgwal_pipeline.errors import ChangeNotSent, PgwalError, PublicationMissing, SourceRefused, SourceUnavailable
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.postgres.command import run
 from pgwal_pipeline.postgres.dsn import connect, replication_connection, translate
@@ -29,6 +30,7 @@ from pgwal_pipeline.postgres.slot_state import explain
 HEADER_BYTES = 25
 """What stands before the payload of each message: 'w', the WAL's start and end (u64 each), the server's clock (i64)."""
 
+_IN_CHANGE = re.compile(r"in the change callback, associated LSN ([0-9A-F]+/[0-9A-F]+)")
 _MOST_MESSAGES = 20_000
 _KEEPALIVE = struct.Struct(">cQqB")
 _STATUS_UPDATE = struct.Struct(">cQQQqB")
@@ -129,7 +131,7 @@ class ReplicationStream:
         Gives what it has once that is `max_bytes` or 20,000 messages, when `timeout` is over, or when nothing more has come for a moment,
         be it only a keepalive that moved `server_position`. Answers the server meanwhile. Raises, when all that came before has been
         given, SourceUnavailable where the stream ended or broke, PublicationMissing where the publication was not there at a point of the
-        WAL, otherwise what `translate` makes of the error.
+        WAL, ChangeNotSent where the source fails at a change, otherwise what `translate` makes of the error.
         """
         if self._failure is not None:
             return self._last_messages(self._failure)
@@ -305,7 +307,16 @@ class ReplicationStream:
             )
         if error.sqlstate == "42704":
             return self._missing_publication()
-        return translate(error, f"reading slot {self.slot}")
+        found = translate(error, f"reading slot {self.slot}")
+        at = _IN_CHANGE.search(error.diag.context or "")
+        if at is None or not isinstance(found, SourceRefused):
+            return found
+        return ChangeNotSent(
+            f"The source fails at a change that slot {self.slot} has to send, at {at[1]}, and nothing behind it is in the stream: "
+            f"{error.diag.message_primary} (the row is too large for the source itself, or a row filter of the publication fails on it). "
+            f"Mend the cause, or leave the table out of the publication; then run `pgwal resnapshot --all` to make the slot anew and read "
+            f"every table again."
+        )
 
     def _fail(self, failure: PgwalError) -> PgwalError:
         self._failure = self._failure or failure

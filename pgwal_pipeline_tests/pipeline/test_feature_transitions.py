@@ -1,5 +1,6 @@
 """A table gets a column of a type or with a name that is new to its Delta tables: every layer takes it, every reader reads it."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from deltalake import DeltaTable, QueryBuilder
 
 from pgwal_pipeline.relation import TableName, quote_ident
+from pgwal_pipeline_tests.oracle import rows_of, source_rows
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source
 
@@ -44,7 +46,21 @@ TYPES: Mapping[str, tuple[str, str]] = {
     "int4range": ("'[1,5)'", "[1,5)"),
     "int4multirange": ("'{[1,5)}'", "{[1,5)}"),
     "point": ("'(1,2)'", "(1,2)"),
+    "line": ("'{1,2,3}'", "{1,2,3}"),
+    "lseg": ("'[(1,2),(3,4)]'", "[(1,2),(3,4)]"),
+    "box": ("'(3,4),(1,2)'", "(3,4),(1,2)"),
+    "path": ("'((1,2),(3,4))'", "((1,2),(3,4))"),
+    "polygon": ("'((1,2),(3,4))'", "((1,2),(3,4))"),
+    "circle": ("'<(1,2),3>'", "<(1,2),3>"),
     "tsvector": ("'a b'", "a b"),
+    "tsquery": ("'a & b'", "a & b"),
+    "jsonpath": ("'$.a'", "$.a"),
+    "cidr": ("'10.0.0.0/8'", "10.0.0.0/8"),
+    "macaddr8": ("'08:00:2b:ff:fe:01:02:03'", "08:00:2b:ff:fe:01:02:03"),
+    "varbit(5)": ("'101'", "101"),
+    "tstzrange": ("'[2020-02-03 00:00:00Z,)'", "[2020-02-03 00:00:00Z,)"),
+    "pg_lsn": ("'0/1A'", "0/1A"),
+    "xid8": ("'7'", "7"),
     "pair": ("'(1,x)'", "(1,x)"),
     "amount": ("1.25", "1.25"),
     "moments": ("'{2020-02-03 04:05:06}'", "{2020-02-03 04:05:06}"),
@@ -53,6 +69,16 @@ TYPES: Mapping[str, tuple[str, str]] = {
     "timestamp[]": ("'{2020-02-03 04:05:06}'", "{2020-02-03 04:05:06}"),
     "timestamptz[]": ("'{2020-02-03 04:05:06Z}'", "{2020-02-03 04:05:06Z}"),
     "numeric(10,2)[]": ("'{1.25}'", "{1.25}"),
+    "bytea[]": (r"""'{"\\x01"}'""", r'{"\\x01"}'),
+    "bool[]": ("'{t,f}'", "{t,f}"),
+    "box[]": ("'{(3,4),(1,2)}'", "{(3,4),(1,2)}"),
+}
+# Types of extensions, where the server has them.
+EXTENSIONS: Mapping[str, tuple[str, str]] = {
+    "citext": ("'Xy'", "Xy"),
+    "hstore": ("'a=>1'", "a=>1"),
+    "ltree": ("'a.b'", "a.b"),
+    "vector": ("'[1,2]'", "[1,2]"),
 }
 _MADE = (
     "CREATE TYPE mood AS ENUM ('glad', 'sad')",
@@ -71,6 +97,14 @@ def tables_of(types: list[str]) -> dict[str, tuple[str, str]]:
     return {f"t{number}_{way}": (kind, way) for number, kind in enumerate(types) for way in _WAYS}
 
 
+def here(source: Source, kinds: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Those of the types of extensions that the server has; their extensions are made."""
+    found = [kind for kind in kinds if source.sql("SELECT FROM pg_available_extensions WHERE name = %s", kind)]
+    for kind in found:
+        source.sql(f"CREATE EXTENSION {kind}")
+    return found
+
+
 def made(source: Source, names: Mapping[str, Any]) -> None:
     for statement in _MADE:
         source.sql(statement)
@@ -80,7 +114,7 @@ def made(source: Source, names: Mapping[str, Any]) -> None:
 
 def changed(source: Source, name: str, kind: str, way: str) -> None:
     """Give a table a column `c` of a type."""
-    value, text = TYPES[kind]
+    value, text = {**TYPES, **EXTENSIONS}[kind]
     source.sql(f"INSERT INTO {name} VALUES (1, %s)", text)
     match way:
         case "added":
@@ -114,14 +148,43 @@ def assert_read_by_all(pipeline: Pipeline, spark: Any, table: str) -> None:
             assert pl.scan_delta(path).collect().height == found.num_rows
 
 
+def assert_layers_equal(source: Source, pipeline: Pipeline, table: str) -> None:
+    """The snapshot in force holds just the source's rows, and raw the row that came last with each of its values."""
+    state = pipeline.ledger.tables()[TableName.parse(table)]
+    assert state.generation is not None
+    with source.connect() as conn:
+        columns, expected = source_rows(conn, table)
+    attempts = [chunk.attempt for chunk in pipeline.ledger.chunks(state.place, state.generation)]
+    read = pl.scan_delta(pipeline.lake.snapshot(state.place)).filter(pl.col("_pgwal_chunk").is_in(attempts)).collect()
+    assert rows_of(read.select(columns)) == expected, table
+    inserted = pl.scan_delta(pipeline.lake.raw(state.place)).filter((pl.col("_pgwal_op") == "I") & (pl.col("id") == 2)).collect()
+    if inserted.height:
+        # A column whose type was changed has its values in another one from then on.
+        held = {
+            name: [
+                column for column in inserted.columns if column == name or (column.startswith("_pgwal_") and column.endswith(f"_{name}"))
+            ]
+            for name in columns
+        }
+        chosen = [next((column for column in held[name][::-1] if inserted[column][0] is not None), name) for name in columns]
+        assert rows_of(inserted.select(chosen)) == Counter({row: count for row, count in expected.items() if row[0] == 2}), table
+
+
+_OTHERS = [kind for kind in TYPES if kind not in _SHORT]
+
+
 @pytest.mark.parametrize(
     "types",
     [
         pytest.param(list(_SHORT), id="some"),
-        pytest.param([kind for kind in TYPES if kind not in _SHORT], id="others", marks=pytest.mark.soak),
+        *(pytest.param(_OTHERS[part::6], id=f"others{part}", marks=pytest.mark.soak) for part in range(6)),
+        pytest.param([], id="extensions", marks=pytest.mark.soak),
     ],
 )
 def test_a_column_of_a_type_that_the_table_has_not_had(types: list[str], source: Source, pipeline: Pipeline, spark: Any) -> None:
+    types = types or here(source, EXTENSIONS)
+    if not types:
+        pytest.skip(f"this server has none of the extensions {', '.join(EXTENSIONS)}")
     names = tables_of(types)
     made(source, names)
     pipeline.sync()
@@ -129,7 +192,9 @@ def test_a_column_of_a_type_that_the_table_has_not_had(types: list[str], source:
         changed(source, name, kind, way)
     settled(pipeline)
     pipeline.assert_current(*(f"public.{name}" for name in names))
+    assert pipeline.resnapshot(*(f"public.{name}" for name in names)).errors == {}
     for name in names:
+        assert_layers_equal(source, pipeline, f"public.{name}")
         assert_read_by_all(pipeline, spark, f"public.{name}")
 
 

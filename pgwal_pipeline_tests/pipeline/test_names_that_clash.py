@@ -11,6 +11,9 @@ _CLASHING = {
     "c1": "id int PRIMARY KEY, _pgwal_text text",
     "c2": "id int PRIMARY KEY, _pgwal_commit_lsn text",
     "c3": "id int PRIMARY KEY, _pgwal_op text, _pgwal_window text",
+    "c4": "id int PRIMARY KEY, __delta_internal_is_row_deleted text",
+    "c5": "id int PRIMARY KEY, _tmp_metadata_row_index text",
+    "c6": "id int PRIMARY KEY, _row_id_ text, _file_name_ text, _target_row_present_ text, _condition_ text",
 }
 # Names that other tools keep for themselves, but that a table may have.
 _ALLOWED = {
@@ -47,10 +50,11 @@ def test_changes_to_tables_with_names_that_clash(source: Source, pipeline: Pipel
     source.sql('ALTER TABLE c0 RENAME COLUMN "A" TO b')
     source.sql("ALTER TABLE c1 RENAME COLUMN _pgwal_text TO text")
     source.sql("ALTER TABLE c2 DROP COLUMN _pgwal_commit_lsn")
+    source.sql("ALTER TABLE c4 RENAME COLUMN __delta_internal_is_row_deleted TO deleted")
     source.sql("INSERT INTO c1 VALUES (100, 'after')")
     report = pipeline.sync()
-    assert set(report.errors) == {"public.c3"}
-    pipeline.assert_current("public.c0", "public.c1", "public.c2", "public.sound")
+    assert set(report.errors) == {"public.c3", "public.c5", "public.c6"}
+    pipeline.assert_current("public.c0", "public.c1", "public.c2", "public.c4", "public.sound")
 
 
 @pytest.mark.parametrize(
