@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.columns import Block, CellError, Columns, decode_columns
-from pgwal_pipeline.decode.frames import HEADER, Frames
+from pgwal_pipeline.decode.frames import Frames
 from pgwal_pipeline.decode.ragged import UnreadableError, assemble
 from pgwal_pipeline.decode.relations import KnownRelations, Layout
 from pgwal_pipeline.decode.route import DELETE, INSERT, UPDATE, Route
@@ -22,7 +22,7 @@ OPS = b"IUDTK"
 """The operations a row may stand for, as bytes: insert, update, delete, truncate, and the old key of a changed one."""
 
 _KEY, _OLD, _NEW = b"KON"
-_TUPLE = HEADER + 8  # where the columns of a change's first tuple begin: behind its kind, oid, tag and column count
+_TUPLE = 8  # where the columns of a change's first tuple begin: behind its kind, oid, tag and column count
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
-import psycopg
+
+from pgwal_pipeline.postgres.connection import Connection
 
 TABLES = ("customers", "inventory", "order_lines", "orders", "payments", "products")
 
@@ -65,7 +66,7 @@ INVARIANTS = (
 )
 
 
-def broken_at_source(conn: psycopg.Connection) -> dict[str, int]:
+def broken_at_source(conn: Connection) -> dict[str, int]:
     """Offending rows by invariant, each asked in one statement of the source."""
     tables = {name: f"shop.{name}" for name in TABLES}
     return {rule.name: conn.execute(rule.sql.format_map(tables).encode()).rowcount for rule in INVARIANTS}

@@ -2,9 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-import psycopg
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import FileGone, LakeError, SlotLost
@@ -16,13 +13,12 @@ from pgwal_pipeline.pipeline.changes import Look
 from pgwal_pipeline.pipeline.counting import recover, slot_stream
 from pgwal_pipeline.pipeline.looks import looks, record_tables
 from pgwal_pipeline.postgres import catalog, publication, slot
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.slot import SlotState
 from pgwal_pipeline.postgres.standbys import HeldBack
 from pgwal_pipeline.postgres.timeline import left_at
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
-
-Connection = psycopg.Connection[Any]
 
 _NEVER = -1  # the oid of no publication
 

@@ -6,9 +6,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
-
-import psycopg
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import FileGone, PublicationMissing, SlotLost, SourceUnavailable
@@ -26,6 +23,7 @@ from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowRepo
 from pgwal_pipeline.pipeline.tally import WindowRead
 from pgwal_pipeline.pipeline.window import Portions, StreamBroke
 from pgwal_pipeline.postgres import catalog, slot, slot_state
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.progress import Noted, Progress
@@ -108,7 +106,7 @@ class _Course:
     _since: float = 0.0
     _failures: int = 0
 
-    def choose(self, conn: psycopg.Connection[Any], frontier: int, name: str) -> tuple[int, str]:
+    def choose(self, conn: Connection, frontier: int, name: str) -> tuple[int, str]:
         """The end and `ended`, chosen when the source is first reached; to be called whenever it is, with the lake's frontier."""
         if self.ended is None:
             flushed = catalog.flush_lsn(conn)
@@ -291,7 +289,7 @@ def _keep(run: Pass, broke: StreamBroke, ended: str) -> None:
         keep_what_came(run.ledger, run.settings.slot, broke)
 
 
-def _await_confirmation(conn: psycopg.Connection[Any], name: str, lsn: int) -> None:
+def _await_confirmation(conn: Connection, name: str, lsn: int) -> None:
     """Wait until the server has taken the confirmation; it is read back rather than trusted."""
     deadline = time.monotonic() + _CONFIRM_TIMEOUT
     while True:

@@ -27,7 +27,7 @@ from pgwal_pipeline.lake.records import Window
 from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.pipeline.tally import Tally, WindowRead
 from pgwal_pipeline.postgres.standbys import HeldBack
-from pgwal_pipeline.postgres.stream import ReplicationStream
+from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
 from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.relation import Relation
 
@@ -66,7 +66,7 @@ class Portions:
 class _Feed:
     """Messages in the order they came, and how far the server said it had read when the last of them was taken."""
 
-    messages: Sequence[memoryview]
+    messages: Messages
     size: int
     server_position: int
 
@@ -177,7 +177,7 @@ class _Consumer(threading.Thread):
             if not passed and (self._in_transaction or self._position < self._open.end_lsn):
                 return False
             if not passed:
-                messages = ()
+                messages = Messages()
                 self._reach_further()
             if self._open.end_lsn >= self._end_lsn:
                 self.last = self._finished()
@@ -186,7 +186,7 @@ class _Consumer(threading.Thread):
             self._portions.take(self._finished())
             self._begin_next(checkpoint if passed else None)
 
-    def _take_in(self, messages: Sequence[memoryview]) -> bool:
+    def _take_in(self, messages: Messages) -> bool:
         """Decode messages and hand their rows to the writer; true if they pass the window's end."""
         self._mind_the_time()
         with self._open.tally.timed("decode"):
@@ -224,11 +224,11 @@ class _Consumer(threading.Thread):
             end = start_lsn + self._portions.size
         return _Open(start_lsn, end, WindowWriter(self._lake, self._budget // 2, window_key(end), self._expected, self._places))
 
-    def _decoded(self, messages: Sequence[memoryview]) -> Decoded:
+    def _decoded(self, messages: Messages) -> Decoded:
         """Decode messages, without the tables whose own fault it is that this fails."""
         while True:
             try:
-                return self._decoder.feed(messages)
+                return self._decoder.feed(messages.payloads, messages.positions)
             except DecodeError as error:
                 self._set_aside(error)
             except TableWorkFailed as failed:
@@ -358,7 +358,7 @@ def _pump(stream: ReplicationStream, consumer: _Consumer, feed_bytes: int, held:
         failpoints.hit("drain.read")
         if messages or stream.server_position != reported:
             reported = stream.server_position
-            consumer.hand_over(_Feed(messages, sum(map(len, messages)), reported))
+            consumer.hand_over(_Feed(messages, messages.size, reported))
             held.moved()
         else:
             stream.request_reply()

@@ -12,7 +12,7 @@ from pgwal_pipeline.lsn import parse_lsn
 from pgwal_pipeline.pipeline import catch_up
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
-from pgwal_pipeline.postgres.stream import ReplicationStream
+from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.faults import RUNS_OWN, TABLES_OWN, at_tables, injected
@@ -183,8 +183,9 @@ def _damage(monkeypatch: pytest.MonkeyPatch, damaged: Callable[[bytes], bytes]) 
     """Every message comes as `damaged` makes it of what the server sent."""
     read = ReplicationStream.read
 
-    def changed(self: ReplicationStream, *args: Any) -> list[memoryview]:
-        return [memoryview(damaged(bytes(message))) for message in read(self, *args)]
+    def changed(self: ReplicationStream, *args: Any) -> Messages:
+        messages = read(self, *args)
+        return Messages([damaged(payload) for payload in messages.payloads], messages.positions)
 
     monkeypatch.setattr(ReplicationStream, "read", changed)
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg2.extensions import make_dsn, parse_dsn
 from pydantic import SecretStr
 
 from pgwal_pipeline.errors import BlockedByTransaction, LakeError
@@ -258,4 +258,4 @@ def test_a_source_that_goes_away_is_the_runs_fault(source: Source, pipeline: Pip
 
 def psycopg_dsn(source: Source) -> SecretStr:
     """The source's DSN with a port on which nobody listens."""
-    return SecretStr(make_conninfo(**{**conninfo_to_dict(source.dsn), "port": "1"}))
+    return SecretStr(make_dsn(**{**parse_dsn(source.dsn), "port": "1"}))
