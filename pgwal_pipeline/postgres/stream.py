@@ -31,7 +31,7 @@ _MOST_MESSAGES = 20_000
 _ENVELOPE = 25  # bytes that come with each payload: the kind of message, two LSNs, the server's clock
 
 _LONGEST_INTERVAL = 10.0  # seconds between two status updates
-_LEAST_INTERVAL = 0.1  # the same, for a server that asks again at every answer, as one does that would shut down
+_LEAST_INTERVAL = 0.1  # the same, for answers to a server that asks again at every one
 _LEAST_SILENCE = 60.0  # seconds without a sign of the server before its state is looked up
 _LINGER = 0.02  # seconds without a message after which a read gives what it has
 _NEVER = 2e9  # seconds: status updates are sent here, at times that are chosen here
@@ -100,8 +100,8 @@ class ReplicationStream:
         self._asked = 0.0
         self._heard = now
         self._looked = now
-        self._roused = 0.0
-        self._answered = self._reading.io_timestamp
+        self._next_answer = 0.0
+        self._last_io = self._reading.io_timestamp
 
     @classmethod
     def open(cls, dsn: str, slot: str, publication: str, start_lsn: int, *, server_version: int) -> Self:
@@ -166,6 +166,8 @@ class ReplicationStream:
             self._heard = now  # nobody listened, so there was no silence
         try:
             while True:
+                if self._next_answer > now:
+                    time.sleep(self._next_answer - now)
                 had, message = size, None
                 for _ in repeat(None, _MOST_MESSAGES - len(payloads)):
                     message = read()
@@ -188,9 +190,8 @@ class ReplicationStream:
                 if now >= deadline:
                     self._heed_notices()
                     return messages
-                if roused and size == had:
-                    self._rest_between_answers(now)
-                roused = False
+                if size == had:
+                    self._count_answers(now)
                 if not self._more_at_hand(size - had):
                     until = min(deadline, self._due)
                     lingers = now + _LINGER < until and bool(payloads or self._server_position > before)
@@ -200,7 +201,11 @@ class ReplicationStream:
                         return messages
                     if not roused:
                         self._mind_silence()
+                    now = time.monotonic()
+                else:
+                    roused = False
         except psycopg2.Error as error:
+            self._server_position = before  # a warning of what is missing before it may not have been heard
             return self._last_messages(self._end(error, messages))
         finally:
             self._looked = time.monotonic()
@@ -243,12 +248,14 @@ class ReplicationStream:
             time.sleep(_PAUSE)
         return gain > 0
 
-    def _rest_between_answers(self, now: float) -> None:
-        """psycopg2 answers each keepalive that wants it at once, and a server that would shut down asks again at every answer."""
-        answered, self._answered = self._answered, self._reading.io_timestamp
-        if answered != self._answered:
-            time.sleep(max(0.0, self._roused + _LEAST_INTERVAL - now))
-            self._roused = time.monotonic()
+    def _count_answers(self, now: float) -> None:
+        """psycopg2 answers a keepalive that asks for it when it is read, and a server that would shut down asks again at every answer.
+
+        So keepalives that come alone are read no faster than one in `_LEAST_INTERVAL`, but for the first few.
+        """
+        before, self._last_io = self._last_io, self._reading.io_timestamp
+        if before != self._last_io:
+            self._next_answer = max(self._next_answer, now - 2 * _LEAST_INTERVAL) + _LEAST_INTERVAL
 
     def _tell(self, *, ask: bool) -> None:
         if self._failure is not None:

@@ -238,7 +238,7 @@ def commit_lsns(source: Source, name: str) -> list[int]:
     rows = source.sql(
         "select data from pg_logical_slot_peek_binary_changes(%s, null, null, 'proto_version', '1', 'publication_names', 'p')", name
     )
-    return [int.from_bytes(data[1:9], "big") for (data,) in rows if data[:1] == b"B"]
+    return [int.from_bytes(data[1:9]) for data in (bytes(row[0]) for row in rows) if data[:1] == b"B"]
 
 
 def test_a_flush_can_be_forced(source_matrix: Source) -> None:

@@ -136,7 +136,7 @@ def test_snapshot_of_a_primary(source_matrix: Source) -> None:
         assert conn.execute("show transaction_isolation").fetchone() == ("repeatable read",)
         with pytest.raises(psycopg2.errors.ReadOnlySqlTransaction):
             conn.execute("create table public.u ()")
-        conn.rollback()
+        conn.execute("ROLLBACK")
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,7 @@ def test_snapshots_of_a_standby_are_exact_under_load(pair: tuple[Source, Source]
             with dsn.connect(standby.dsn) as conn:
                 xmin, xmax, running = begin_snapshot(conn).split(":")
                 seen = {row[0] for row in conn.execute("select xid from public.busy")}
-                conn.rollback()
+                conn.execute("ROLLBACK")
             listed = {int(xid) for xid in running.split(",") if xid}
             assert not seen & listed
             assert all(xid < int(xmax) for xid in seen)
