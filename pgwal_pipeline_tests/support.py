@@ -109,7 +109,7 @@ class Source:
         if not self._connections or self._connections[0].closed:
             self._connections.insert(0, plain_session(self.dsn))
         cursor = self._connections[0].execute(statement.encode(), params or None)
-        return cursor.fetchall() if cursor.description else []
+        return [] if cursor.description is None else cursor.fetchall()
 
     def value(self, statement: str, *params: Any) -> Any:
         """The first column of the first row."""

@@ -11,7 +11,6 @@ import pwd
 import random
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ import psycopg2
 from psycopg2 import extensions
 from psycopg2.extras import LogicalReplicationConnection
 
-CANCEL_WAIT = 5.0
+CANCEL_WAIT = 5
 """Seconds that an interrupted statement gets to end on the server."""
 
 _LONGEST_CONNECT = 130  # seconds for one address where nobody says how long
@@ -96,9 +95,15 @@ _WHOLE = ("BEGIN", "COMMIT", "ROLLBACK")
 class Connection(_Statements, extensions.connection):
     """A session for SQL."""
 
+    parameters: Mapping[str, str]
+    """What it was made with by `open_session`."""
+
 
 class ReplicationConnection(_Statements, LogicalReplicationConnection):
     """A walsender's session, which takes replication commands and plain SQL."""
+
+    parameters: Mapping[str, str]
+    """What it was made with by `open_session`."""
 
 
 _Session = TypeVar("_Session", Connection, ReplicationConnection)
@@ -107,8 +112,8 @@ _Session = TypeVar("_Session", Connection, ReplicationConnection)
 def wait(conn: Connection | ReplicationConnection, on_wait: OnWait | None = None, every: float = 0.25) -> None:
     """Wait for what is under way on `conn`: its making, or a statement.
 
-    `on_wait` is called about every `every` seconds meanwhile; what it raises ends the wait and leaves the statement running. Any other
-    exception that comes from outside, as an interrupt does, has the server cancel the statement first. Raises psycopg2.Error.
+    `on_wait` is called about every `every` seconds meanwhile; what it raises ends the wait and leaves the statement running. Without it an
+    interrupt has the server cancel the statement before it passes. Raises psycopg2.Error.
     """
     try:
         _poll(conn, on_wait, every)
@@ -118,11 +123,6 @@ def wait(conn: Connection | ReplicationConnection, on_wait: OnWait | None = None
         if on_wait is None:
             _call_off(conn)
         raise
-
-
-def sqlstate(error: BaseException) -> str | None:
-    """The server's SQLSTATE of an error; None for what libpq or psycopg2 itself says."""
-    return error.pgcode if isinstance(error, psycopg2.Error) else None
 
 
 def open_session(kind: type[_Session], parameters: Mapping[str, str], *, blocking: bool = False) -> _Session:
@@ -165,6 +165,7 @@ def _connected(kind: type[_Session], parameters: Mapping[str, str], blocking: bo
         conn.autocommit = True
         return conn
     conn = psycopg2.connect(dsn, connection_factory=kind, async_=1)
+    conn.parameters = parameters
     deadline = time.monotonic() + _connect_timeout(parameters)
 
     def give_up() -> None:
@@ -192,11 +193,8 @@ def _poll(conn: Connection | ReplicationConnection, on_wait: OnWait | None, ever
 def _call_off(conn: Connection | ReplicationConnection) -> None:
     """Cancel the statement that runs, so that nothing of it goes on, or waits for a lock, when its client has gone.
 
-    libpq connects anew for it and blocks meanwhile, so another thread does; a server that does not answer is not waited for.
+    By a session of its own: libpq's own way to cancel blocks, with all of Python. A server that does not answer is not waited for.
     """
-    calling = threading.Thread(target=_cancel, args=(conn,), daemon=True)
-    calling.start()
-    calling.join(CANCEL_WAIT)
     deadline = time.monotonic() + CANCEL_WAIT
 
     def give_up() -> None:
@@ -204,13 +202,11 @@ def _call_off(conn: Connection | ReplicationConnection) -> None:
             raise TimeoutError
 
     with suppress(psycopg2.Error, TimeoutError):
-        if not calling.is_alive():
-            _poll(conn, give_up, 0.1)
-
-
-def _cancel(conn: Connection | ReplicationConnection) -> None:
-    with suppress(psycopg2.Error):
-        conn.cancel()
+        with _connected(Connection, {**conn.parameters, "connect_timeout": str(CANCEL_WAIT)}, blocking=False) as other:
+            cursor = other.cursor()
+            cursor.execute("SELECT pg_catalog.pg_cancel_backend(%s)", [conn.info.backend_pid])
+            _poll(other, give_up, 0.1)
+        _poll(conn, give_up, 0.1)
 
 
 def _connect_timeout(parameters: Mapping[str, str]) -> float:

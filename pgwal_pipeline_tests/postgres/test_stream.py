@@ -427,3 +427,24 @@ def test_the_password_is_in_no_message(source: Source) -> None:
         assert "hunter2" not in str(caught.value)
     finally:
         source.sql("drop role reader")
+
+
+@pytest.mark.parametrize(
+    ("notice", "missing"),
+    [
+        ('WARNING:  skipped loading publication "stream_test"\nDETAIL:  The publication does not exist.\n', True),
+        ("WARNUNG:  Laden von Publikation »stream_test« übersprungen\n", True),
+        ("ATTENTION :  publication « stream_test » ignorée\n", True),
+        ('WARNING:  replication slot "stream_test" specified in parameter "synchronized_standby_slots" does not exist\n', False),
+        ("WARNING:  terminating connection because of crash of another server process\n", False),
+    ],
+)
+def test_the_warning_of_a_missing_publication_is_known_in_any_language(source: Source, notice: str, *, missing: bool) -> None:
+    name = prepare(source)
+    with open_stream(source, name) as stream:
+        stream._conn.notices.append(notice)
+        if missing:
+            with pytest.raises(SlotLost, match="Publication stream_test is missing"):
+                stream.read(1 << 20, 0.1)
+        else:
+            stream.read(1 << 20, 0.1)
