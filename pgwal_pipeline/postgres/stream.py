@@ -87,6 +87,8 @@ class ReplicationStream:
         self.silence_limit = max(_LEAST_SILENCE, 2 * sender_timeout)
         self._server_position = 0
         self._confirmed = 0
+        # A part of a TLS record may wait inside of libpq, where neither the socket nor the first answer tells of it.
+        self._doubts = int(conn.info.ssl_in_use)
         self._available = array("i", [0])
         self._socket = conn.fileno()
         self._poll = select.poll()
@@ -168,11 +170,14 @@ class ReplicationStream:
             while True:
                 if self._next_answer > now:
                     time.sleep(self._next_answer - now)
-                had, message = size, None
+                had, message, doubts = size, None, self._doubts
                 for _ in repeat(None, _MOST_MESSAGES - len(payloads)):
                     message = read()
                     if message is None:
-                        break
+                        if not doubts:
+                            break
+                        doubts -= 1
+                        continue
                     payload = message.payload
                     add(payload)
                     place(message.data_start)

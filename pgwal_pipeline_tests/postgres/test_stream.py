@@ -15,6 +15,7 @@ from psycopg2.extensions import make_dsn
 from pgwal_pipeline.errors import PgwalError, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
 from pgwal_pipeline.local.postgres import Postgres, servers
 from pgwal_pipeline.postgres import slot
+from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream, start_command
 from pgwal_pipeline_tests.proxy import Proxy, proxied, tcp
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
@@ -405,6 +406,14 @@ def test_encrypted(make_server: Callable[..., Postgres]) -> None:
                 most = max(most, len(messages))
             assert count == 30_000
             assert most > 1000
+            for size in (9_000, 17_000, 40_000, 3_000_000):  # TLS records have 16 kB at most
+                source.sql("insert into item values (%s, repeat('x', %s))", -size, size)
+                end, started = flushed(source), time.monotonic()
+                assert max(map(len, read_until(stream, end))) > size
+                assert time.monotonic() - started < 5
+                with connect(make_dsn(source.dsn, sslmode="require")) as conn:
+                    assert conn.info.ssl_in_use
+                    assert conn.execute("select repeat('y', %s) from generate_series(1, 3)", [size]).fetchall() == [("y" * size,)] * 3
 
 
 def test_an_error_ends_the_connection(source: Source) -> None:
