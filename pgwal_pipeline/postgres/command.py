@@ -18,10 +18,11 @@ def run(conn: Connection | ReplicationConnection, command: str, *, on_wait: OnWa
     `on_wait` is called about every `every` seconds while the server is at it; what it raises ends the wait and leaves the command running.
     Raises psycopg2.Error, with the server's SQLSTATE where the server sent one.
     """
-    cursor = conn.cursor()
-    cursor.execute(command.encode())
-    wait(conn, on_wait, every)
-    return cursor
+    with conn.lock:
+        cursor = conn.cursor()
+        cursor.execute(command.encode())
+        wait(conn, on_wait, every)
+        return cursor
 
 
 def cancel(conn: Connection | ReplicationConnection, watching: Connection) -> None:

@@ -11,6 +11,7 @@ import pwd
 import random
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -55,18 +56,26 @@ class Cursor(Protocol):
 
 
 class _Statements:
-    """What all sessions can do. A context manager that closes the session at its end."""
+    """What all sessions can do. A context manager that closes the session at its end.
+
+    Threads may share one: `lock` is held while a statement is under way, and another waits for it.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.lock = threading.RLock()
 
     def execute(self: Any, statement: str | bytes, params: Params = None) -> Cursor:
         """Run a statement; its rows, those of the last one where several are sent together. Raises psycopg2.Error.
 
         `%s` and `%(name)s` stand for `params`; without them a `%` is only a percent sign.
         """
-        cursor = self.cursor()
-        cursor.execute(statement, params or None)
-        if self.async_:
-            wait(self)
-        return cursor
+        with self.lock:
+            cursor = self.cursor()
+            cursor.execute(statement, params or None)
+            if self.async_:
+                wait(self)
+            return cursor
 
     @contextmanager
     def transaction(self: Any) -> Iterator[None]:

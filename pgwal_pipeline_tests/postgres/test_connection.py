@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
 import psycopg2
@@ -41,6 +42,13 @@ def test_what_a_statement_takes_and_gives(source: Source, make: type) -> None:
             conn.execute("select 1; select 1/0; select 2")
         assert conn.execute("select 3").fetchone() == (3,)
     assert conn.closed
+
+
+@pytest.mark.parametrize("make", [connect, copying_connection])
+def test_threads_may_share_a_session(source: Source, make: type) -> None:
+    with make(source.dsn) as conn, ThreadPoolExecutor(8) as pool:
+        asked = list(range(200))
+        assert list(pool.map(lambda n: conn.execute("select %s, pg_sleep(0.001)", [n]).fetchall()[0][0], asked)) == asked
 
 
 def test_transactions_and_savepoints(source: Source) -> None:
