@@ -200,8 +200,8 @@ def test_a_change_that_cannot_be_read_is_kept_whole_and_its_table_left_out(
     cut: list[bytes] = []
 
     def damaged(message: bytes) -> bytes:
-        if message[25:26] == b"I" and int.from_bytes(message[26:30]) == oid:
-            cut.append(message[25:-1])
+        if message[:1] == b"I" and int.from_bytes(message[1:5]) == oid:
+            cut.append(message[:-1])
             return message[:-1]
         return message
 
@@ -226,7 +226,7 @@ def test_a_message_that_belongs_to_no_table_ends_the_drain_and_is_kept_whole(
     before = confirmed(pipeline)
     insert(source, _TABLES, 2)
     with monkeypatch.context() as patched:
-        _damage(patched, lambda message: message[:-1] if message[25:26] == b"C" else message)
+        _damage(patched, lambda message: message[:-1] if message[:1] == b"C" else message)
         with pytest.raises(DecodeError, match="Nothing past it is confirmed") as raised:
             pipeline.drain()
     (file,) = (pipeline_folder(pipeline) / "undecodable").iterdir()

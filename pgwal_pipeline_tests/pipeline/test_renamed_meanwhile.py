@@ -34,6 +34,7 @@ AB = (
 SWAP = "ALTER TABLE a RENAME TO t; ALTER TABLE b RENAME TO a; ALTER TABLE t RENAME TO b"
 LATE_IN_A_CHILD = """
 from pgwal_pipeline.pipeline import drain as drains
+from pgwal_pipeline.postgres.connection import plain_session
 attach = drains.attach
 def late(*args, **named):
     found = attach(*args, **named)
