@@ -16,9 +16,9 @@ WORKDIR /build
 RUN python -m venv /opt/pgwal
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY pgwal_pipeline ./pgwal_pipeline
-# dagster-postgres keeps Dagster's own events; its dialect wants psycopg2 and a SQLAlchemy that still has it as the default.
+# dagster-postgres keeps Dagster's own events; its dialect wants a SQLAlchemy that still has psycopg2 as the default.
 RUN --mount=type=cache,target=/opt/cache/pip \
-    pip install --constraint constraints.txt . 'dagster-postgres>=0.29,<0.30' 'psycopg2-binary>=2.9,<3' 'sqlalchemy<2.1'
+    pip install --constraint constraints.txt . 'dagster-postgres>=0.29,<0.30' 'sqlalchemy<2.1'
 # Delta's jars are fetched now, not by the first run, and what Spark loads is recorded for a quicker start.
 RUN python -m pgwal_pipeline.local.jars && python -m pgwal_pipeline.lake.record_classes && rm -rf /opt/cache/pip
 

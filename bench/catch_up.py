@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import psycopg
 
 from bench.drains import make_slot, pg_recvlogical
 from bench.report import Measure, Result
@@ -18,6 +17,7 @@ from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.lsn import parse_lsn
 from pgwal_pipeline.pipeline import catch_up
 from pgwal_pipeline.pipeline.drain import bootstrap, drain
+from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.settings import Settings
 
@@ -41,7 +41,7 @@ def in_windows(backlog: int, rounds: int) -> Result:
         while parse_lsn(end := flush_lsn(dsn)) - first < backlog:
             made += load(dsn, tables, _CHANGES_AT_ONCE, times)
             times += 1
-        with psycopg.connect(dsn, autocommit=True) as conn:
+        with plain_session(dsn) as conn:
             conn.execute("CHECKPOINT")
         spent: dict[str, list[tuple[float, float, float]]] = {}
         for number in range(rounds):

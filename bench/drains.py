@@ -6,12 +6,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import psycopg
-
 from bench.report import Measure, Result
 from bench.source import PUBLICATION, flush_lsn, load, make_database, make_tables, server
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.pipeline.drain import bootstrap, drain
+from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.settings import Settings
 
@@ -83,7 +82,7 @@ def _drain(settings: Settings) -> tuple[float, int]:
 
 def make_slot(dsn: str, name: str) -> None:
     """A slot for `pg_recvlogical`."""
-    with psycopg.connect(dsn, autocommit=True) as conn:
+    with plain_session(dsn) as conn:
         conn.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [name])
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import psycopg
 
 from bench.report import Measure, Result
 from bench.source import PUBLICATION, make_database, server
+from pgwal_pipeline.postgres.connection import plain_session
 
 _BUDGET = "128MB"
 
@@ -24,7 +24,7 @@ def one_transaction(rows: tuple[int, int], rounds: int) -> Result:
     with server() as postgres, tempfile.TemporaryDirectory() as folder:
         for count in (0, *rows):
             dsn = make_database(postgres, f"rows_{count}")
-            with psycopg.connect(dsn, autocommit=True) as conn:
+            with plain_session(dsn) as conn:
                 conn.execute("CREATE TABLE narrow (id bigint PRIMARY KEY, value integer NOT NULL)")
                 conn.execute(f"CREATE PUBLICATION {PUBLICATION} FOR ALL TABLES".encode())
             environments = [
@@ -39,7 +39,7 @@ def one_transaction(rows: tuple[int, int], rounds: int) -> Result:
             ]
             for environment in environments:
                 peak_of_drain(environment)  # makes the slot
-            with psycopg.connect(dsn, autocommit=True) as conn:
+            with plain_session(dsn) as conn:
                 conn.execute("INSERT INTO narrow SELECT n, n FROM generate_series(1, %s) n", [max(count, 1)])
             peaks = tuple(peak_of_drain(environment) / 2**20 for environment in environments)
             what = f"one transaction of {count:,} rows" if count else "nothing to drain"

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psycopg
-
 from bench.report import Measure, Result
 from bench.source import PUBLICATION, make_database, make_tables, server, values
 from pgwal_pipeline.lake.session import spark_session
 from pgwal_pipeline.pipeline.drain import bootstrap, drain
 from pgwal_pipeline.pipeline.publish import publish
 from pgwal_pipeline.pipeline.snapshot import snapshot
+from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.settings import Settings
 
@@ -62,7 +61,7 @@ def _change(dsn: str, rows: int, changed: int, number: int) -> None:
     """Nine tenths updates all over the table, one tenth new rows, in one transaction. Each changed row bears the round's number."""
     updates, step = changed * 9 // 10, max(rows * 10 // (changed * 9), 1)
     first = rows + 1 + number * changed
-    with psycopg.connect(dsn) as conn:
+    with plain_session(dsn) as conn, conn.transaction():
         conn.execute(
             f"UPDATE {_TABLE} SET quantity = -{number + 1}, note = 'again ' || note "
             f"WHERE id <= {min(rows, updates * step)} AND id % {step} = {number % step}".encode()
@@ -81,9 +80,8 @@ def _newest_rows(dsn: str, spark: "SparkSession", path: Path, number: int) -> st
     # A boolean as Spark's CSV reader knows it.
     columns = "id, customer, status, amount, quantity, note, score, active::text, day, changed_at"
     statement = f"COPY (SELECT {columns} FROM {_TABLE} WHERE quantity = -{number + 1}) TO STDOUT (FORMAT csv)".encode()
-    with psycopg.connect(dsn) as conn, conn.cursor().copy(statement) as copy, (path / "rows.csv").open("wb") as file:
-        for block in copy:
-            file.write(block)
+    with plain_session(dsn) as conn, conn.cursor() as cursor, (path / "rows.csv").open("wb") as file:
+        cursor.copy_expert(statement, file)
     schema = spark.read.format("delta").load(str(path.parent / "by_hand")).schema
     target = str(path / "delta")
     spark.read.schema(schema).csv(str(path / "rows.csv"), timestampFormat="yyyy-MM-dd HH:mm:ssX").write.format("delta").save(target)
@@ -114,7 +112,7 @@ def _assert_same(spark: "SparkSession", current: str, by_hand: str) -> None:
 
 
 def _sql(dsn: str, statement: str) -> None:
-    with psycopg.connect(dsn, autocommit=True) as conn:
+    with plain_session(dsn) as conn:
         conn.execute(statement.encode())
 
 

@@ -8,13 +8,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import psycopg
-
 from bench.memory import peak_pss
 from bench.report import Measure, Result
 from bench.source import PUBLICATION, make_database, make_tables, server, values
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.pipeline.drain import bootstrap
+from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.settings import Settings
 
@@ -56,7 +55,7 @@ def against_copy(rows: int, rounds: int) -> Result:
 def _filled(postgres: Postgres, name: str, rows: int) -> str:
     dsn = make_database(postgres, name)
     (table,) = make_tables(dsn, 1)
-    with psycopg.connect(dsn, autocommit=True) as conn:
+    with plain_session(dsn) as conn:
         conn.execute(f"INSERT INTO {table} SELECT {values('n')} FROM generate_series(1::bigint, {rows}) n".encode())
         conn.execute(f"VACUUM ANALYZE {table}".encode())
         conn.execute(b"CHECKPOINT")
@@ -65,8 +64,8 @@ def _filled(postgres: Postgres, name: str, rows: int) -> str:
 
 def _copy_seconds(dsn: str) -> float:
     began = time.perf_counter()
-    with psycopg.connect(dsn) as conn, conn.cursor().copy(b"COPY t00 TO STDOUT") as copy, Path(os.devnull).open("wb") as nothing:
-        nothing.writelines(copy)
+    with plain_session(dsn) as conn, conn.cursor() as cursor, Path(os.devnull).open("wb") as nothing:
+        cursor.copy_expert("COPY t00 TO STDOUT", nothing)
     return time.perf_counter() - began
 
 
@@ -80,7 +79,7 @@ def _snapshot(dsn: str, rows: int, name: str) -> tuple[float, float]:
         peak = peak_pss(process) / 2**20
         assert process.stdout is not None
         found = json.loads(process.stdout.read())
-    with psycopg.connect(dsn, autocommit=True) as conn:
+    with plain_session(dsn) as conn:
         conn.execute("SELECT pg_drop_replication_slot(%s)", [name])
     assert found["rows"] == rows
     return found["seconds"], peak

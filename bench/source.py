@@ -5,9 +5,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psycopg
-
 from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.postgres.connection import plain_session
 
 PUBLICATION = "bench"
 
@@ -43,7 +42,7 @@ def server() -> Iterator[Postgres]:
 
 def make_database(postgres: Postgres, name: str) -> str:
     """A new database on `postgres`; returns its DSN."""
-    with psycopg.connect(postgres.dsn(), autocommit=True) as conn:
+    with plain_session(postgres.dsn()) as conn:
         conn.execute(f'CREATE DATABASE "{name}"'.encode())
     return postgres.dsn(name)
 
@@ -51,7 +50,7 @@ def make_database(postgres: Postgres, name: str) -> str:
 def make_tables(dsn: str, count: int) -> list[str]:
     """`count` empty tables of ten columns and a publication for all; returns their names."""
     names = [f"t{number:02d}" for number in range(count)]
-    with psycopg.connect(dsn, autocommit=True) as conn:
+    with plain_session(dsn) as conn:
         for name in names:
             conn.execute(f"CREATE TABLE {name} ({_COLUMNS})".encode())
         conn.execute(f"CREATE PUBLICATION {PUBLICATION} FOR ALL TABLES".encode())
@@ -67,7 +66,7 @@ def load(dsn: str, tables: Sequence[str], changes: int, times: int = 0) -> int:
     inserts = _BATCH * 6 // 10
     made = 0
     turns = round(changes / _BATCH) // len(tables)
-    with psycopg.connect(dsn, autocommit=True) as conn:
+    with plain_session(dsn) as conn:
         for batch in range(round(changes / _BATCH)):
             table, turn = tables[batch % len(tables)], turns * times + batch // len(tables)
             first = turn * inserts
@@ -91,7 +90,7 @@ def values(number: str) -> str:
 
 def flush_lsn(dsn: str) -> str:
     """Where the server's WAL ends, flushed."""
-    with psycopg.connect(dsn, autocommit=True) as conn:
+    with plain_session(dsn) as conn:
         conn.execute("SELECT pg_switch_wal()")
         row = conn.execute("SELECT pg_current_wal_flush_lsn()::text").fetchone()
     assert row is not None

@@ -1,4 +1,4 @@
-"""The oracle: the source itself, read by psycopg, against what readers find in the lake. Shares no code with the decoder."""
+"""The oracle: the source itself, read by psycopg2, against what readers find in the lake. Shares no code with the decoder."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -6,8 +6,8 @@ from decimal import Context, Decimal
 from typing import Any
 
 import polars as pl
-import psycopg
 
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline_tests.support import Source
 
 _ALL_DIGITS = Context(prec=1000)
@@ -16,7 +16,7 @@ _ALL_DIGITS = Context(prec=1000)
 _TYPED = {"bool", "int2", "int4", "int8", "float4", "float8", "oid", "date", "timestamp", "timestamptz", "bytea"}
 
 
-def source_rows(conn: psycopg.Connection[Any], table: str) -> tuple[list[str], Counter[tuple[Any, ...]]]:
+def source_rows(conn: Connection, table: str) -> tuple[list[str], Counter[tuple[Any, ...]]]:
     """The columns of `table` (a quoted name), and every row with how often it stands there, as Python values."""
     with conn.transaction():
         conn.execute("SET LOCAL TimeZone = 'UTC'")

@@ -11,7 +11,7 @@ from array import array
 from types import TracebackType
 from typing import Self
 
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg2.extensions import make_dsn, parse_dsn
 
 from pgwal_pipeline_tests.support import Source
 
@@ -20,7 +20,8 @@ class Proxy:
     """Passes bytes on to `host:port` from a port of its own (`port`), until it is told otherwise. A context manager.
 
     `cut_after`: each connection ends after so many bytes from the server have come; `reset` decides whether with a reset or in peace.
-    `frozen`: nothing passes any more, though nothing ends. `refusing`: new connections are ended at once.
+    `frozen`: nothing passes any more, though nothing ends. `refusing`: new connections are ended at once. `sent` counts the bytes that went
+    to the server.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -33,6 +34,7 @@ class Proxy:
         self.refusing = False
         self.connections = 0
         self.cuts = 0
+        self.sent = 0
         self._ended = False
 
     def __enter__(self) -> Self:
@@ -78,6 +80,8 @@ class Proxy:
                                 _await_arrival(client)
                                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                             return
+                    else:
+                        self.sent += len(data)
                     (client if ready is server else server).sendall(data)
         except OSError:
             pass
@@ -88,14 +92,14 @@ class Proxy:
 
 def tcp(source: Source) -> tuple[str, int]:
     """The host and the port of the source."""
-    parts = conninfo_to_dict(source.dsn)
+    parts = parse_dsn(source.dsn)
     return str(parts["host"]), int(parts["port"] or 5432)
 
 
 def proxied(source: Source, proxy: Proxy) -> str:
     """The source's DSN by way of `proxy`."""
-    parts = conninfo_to_dict(source.dsn)
-    return make_conninfo(**{**parts, "host": "127.0.0.1", "port": str(proxy.port), "sslmode": "disable"})
+    parts = parse_dsn(source.dsn)
+    return make_dsn(**{**parts, "host": "127.0.0.1", "port": str(proxy.port), "sslmode": "disable"})
 
 
 def _await_arrival(client: socket.socket) -> None:

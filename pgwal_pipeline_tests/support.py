@@ -13,10 +13,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import psycopg
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+import psycopg2
+import psycopg2.errors
+from psycopg2.extensions import make_dsn, parse_dsn
 
 from pgwal_pipeline.local.postgres import Installation, Postgres
+from pgwal_pipeline.postgres.connection import Connection, plain_session
 from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, read_chunk
 from pgwal_pipeline.relation import Relation
 
@@ -57,7 +59,7 @@ class DockerServer:
         """As `Postgres.dsn`."""
         host, port = self._container.get_container_host_ip(), self._container.get_exposed_port(5432)
         secret = {"password": password} if password else {}
-        return make_conninfo(host=host, port=str(port), dbname=database, user=user, **secret)
+        return make_dsn(host=host, port=str(port), dbname=database, user=user, **secret)
 
     def destroy(self) -> None:
         """Remove the container."""
@@ -94,20 +96,20 @@ class Source:
     server: Any
     database: str
     dsn: str
-    _connections: list[psycopg.Connection[Any]] = field(default_factory=list)
+    _connections: list[Connection] = field(default_factory=list)
 
-    def connect(self, **overrides: Any) -> psycopg.Connection[Any]:
+    def connect(self, **overrides: Any) -> Connection:
         """A connection of the test's own (autocommit unless overridden); closed when the test ends."""
-        connection = psycopg.connect(self.dsn, **{"autocommit": True, **overrides})
+        connection = plain_session(self.dsn, **{"autocommit": True, **overrides})
         self._connections.append(connection)
         return connection
 
     def sql(self, statement: str, *params: Any) -> list[tuple[Any, ...]]:
         """Run a statement and give its rows; `%s` stand for `params`. Without params a `%` is only a percent sign."""
         if not self._connections or self._connections[0].closed:
-            self._connections.insert(0, psycopg.connect(self.dsn, autocommit=True))
+            self._connections.insert(0, plain_session(self.dsn))
         cursor = self._connections[0].execute(statement.encode(), params or None)
-        return cursor.fetchall() if cursor.description else []
+        return [] if cursor.description is None else cursor.fetchall()
 
     def value(self, statement: str, *params: Any) -> Any:
         """The first column of the first row."""
@@ -125,8 +127,8 @@ class Source:
 
     def dsn_of(self, user: str, password: str | None = None) -> str:
         """The DSN of the same database for another role."""
-        parts = {name: value for name, value in conninfo_to_dict(self.dsn).items() if name != "password"}
-        return make_conninfo(**{**parts, "user": user, **({"password": password} if password else {})})
+        parts = {name: value for name, value in parse_dsn(self.dsn).items() if name != "password"}
+        return make_dsn(**{**parts, "user": user, **({"password": password} if password else {})})
 
     def close(self) -> None:
         for connection in self._connections:
@@ -166,10 +168,10 @@ def fresh_source(server: Postgres | DockerServer, encoding: str | None = None) -
     """A new database on `server`, in another `encoding` than its own if one is given; its slots and itself are dropped at the end."""
     name = f"test_{uuid.uuid4().hex[:12]}"
     encoded = f"encoding '{encoding}' template template0 lc_collate 'C' lc_ctype 'C'" if encoding else ""
-    with psycopg.connect(server.dsn(), autocommit=True) as admin:
+    with plain_session(server.dsn()) as admin:
         admin.execute(f'create database "{name}" {encoded}'.encode())
     # Statements are sent in UTF-8, whatever the database is in.
-    source = Source(server, name, make_conninfo(server.dsn(name), client_encoding="UTF8") if encoding else server.dsn(name))
+    source = Source(server, name, make_dsn(server.dsn(name), client_encoding="UTF8") if encoding else server.dsn(name))
     try:
         yield source
     finally:
@@ -201,13 +203,13 @@ def _limit_files(server: Postgres, size: int) -> None:
 
 def drop_database(server: Postgres | DockerServer, name: str) -> None:
     """Drop a database with its slots, whoever holds them."""
-    with psycopg.connect(server.dsn(), autocommit=True) as admin:
+    with plain_session(server.dsn()) as admin:
         admin.execute("select pg_terminate_backend(pid) from pg_stat_activity where datname = %s and pid <> pg_backend_pid()", [name])
         slots = [row[0] for row in admin.execute("select slot_name from pg_replication_slots where database = %s", [name])]
         for slot in slots:
             wait_for(lambda slot=slot: _drop_slot(admin, slot), what=f"slot {slot} to be free")
         for (transaction,) in admin.execute("select gid from pg_prepared_xacts where database = %s", [name]).fetchall():
-            with psycopg.connect(server.dsn(name), autocommit=True) as inside:
+            with plain_session(server.dsn(name)) as inside:
                 inside.execute(b"rollback prepared '" + transaction.replace("'", "''").encode() + b"'")
         admin.execute(f'drop database if exists "{name}" with (force)'.encode())
 
@@ -224,11 +226,11 @@ def wait_for(condition: Callable[[], Any], *, seconds: float = 60.0, what: str =
         time.sleep(0.02)
 
 
-def _drop_slot(admin: psycopg.Connection[Any], slot: str) -> bool:
+def _drop_slot(admin: Connection, slot: str) -> bool:
     try:
         admin.execute("select pg_terminate_backend(active_pid) from pg_replication_slots where slot_name = %s and active", [slot])
         admin.execute("select pg_drop_replication_slot(slot_name) from pg_replication_slots where slot_name = %s", [slot])
-    except psycopg.errors.ObjectInUse:
+    except psycopg2.errors.ObjectInUse:
         return False
     return True
 

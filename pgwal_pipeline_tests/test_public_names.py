@@ -14,7 +14,7 @@ from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline_tests.components.projects import project
 from pgwal_pipeline_tests.guides import ROOT, blocks, names, read, tables
 
-_HEAVY = ("dagster", "pyspark", "deltalake", "pyarrow", "numpy", "pydantic", "psycopg", "psycopg2", "click")
+_HEAVY = ("dagster", "pyspark", "deltalake", "pyarrow", "numpy", "pydantic", "psycopg2", "click")
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 import psutil
-import psycopg
 import pyarrow.parquet as pq
 import pytest
 
 from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline_tests.test_cli import Commands
 
 # Its middle is in every way of writing it, but for the one in which each byte is percent-encoded.
@@ -31,10 +31,10 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
     """A server that asks for a password over TCP, with a role that has all that the pipeline needs."""
     server = Postgres(tmp_path_factory.mktemp("guarded") / "data", settings={"fsync": "off"})
     server.start()
-    with psycopg.connect(server.dsn(), autocommit=True) as admin:
+    with plain_session(server.dsn()) as admin:
         admin.execute(b"CREATE ROLE alice LOGIN REPLICATION PASSWORD '" + PASSWORD.replace("'", "''").encode() + b"'")
         admin.execute(b"CREATE DATABASE shop OWNER alice")
-    with psycopg.connect(server.dsn("shop"), autocommit=True) as inside:
+    with plain_session(server.dsn("shop")) as inside:
         inside.execute(b"CREATE TABLE t (id int PRIMARY KEY, v text); ALTER TABLE t OWNER TO alice")
         inside.execute(b"INSERT INTO t SELECT i, 'v' FROM generate_series(1, 50) i")
     yield server
@@ -167,7 +167,7 @@ def _failures(guarded: Postgres, runs: Runs) -> None:
     runs.fails("drain", PGWAL_SOURCE_DSN=bad[2])
     runs.fails("sync", PGWAL_SOURCE_DSN=bad[5], PGWAL_DEBUG="1")
     runs.ok("status", "--json", PGWAL_SOURCE_DSN=bad[5])
-    with psycopg.connect(guarded.dsn("shop"), autocommit=True) as admin:
+    with plain_session(guarded.dsn("shop")) as admin:
         admin.execute(b"INSERT INTO t VALUES (1000, 'x')")
         runs.fails("drain", PGWAL_FAILPOINTS="drain.before_confirm=error")
         # Refused in the middle of a run, so that Dagster records the failure.

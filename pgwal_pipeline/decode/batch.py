@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from pgwal_pipeline.decode.changes import OPS, LargeRow, TableChanges, decode_changes
 from pgwal_pipeline.decode.copy import decode_copy
-from pgwal_pipeline.decode.frames import HEADER, Frames, join
+from pgwal_pipeline.decode.frames import Frames, join
 from pgwal_pipeline.decode.pgoutput import RelationMessage, parse_logical, parse_origin, parse_relation, parse_type
 from pgwal_pipeline.decode.ragged import UnreadableError
 from pgwal_pipeline.decode.relations import Describe, KnownRelations, Layout
@@ -62,8 +62,8 @@ class Decoder:
     """Decodes the messages of one replication connection for one window: transactions with `start_lsn <= commit LSN < end_lsn`.
 
     `describe` turns a Relation message into the table's definition, whose columns are the message's in the same order; None leaves the
-    table's changes out (they keep their ordinals). Messages are whole CopyData messages, the replication header included, in the order of
-    the connection; how they are cut into feeds changes nothing in the rows. A feed that raised has changed nothing: it may be fed again,
+    table's changes out (they keep their ordinals). Messages are the payloads of replication messages, in the order of the
+    connection; how they are cut into feeds changes nothing in the rows. A feed that raised has changed nothing: it may be fed again,
     after `leave_out` where the error is about one table.
     """
 
@@ -78,10 +78,11 @@ class Decoder:
         self._last_commit_lsn = 0
         self._passed_end = False
 
-    def feed(self, messages: Sequence[bytes | memoryview], heads: Mapping[int, int] | None = None) -> Decoded:
+    def feed(self, messages: Sequence[bytes], positions: Sequence[int] = (), heads: Mapping[int, int] | None = None) -> Decoded:
         """Decode the next messages. Once the window's end was passed, whatever comes is ignored.
 
-        `heads` are those that were too large, of which only the head is here (`frames.heads_of_large`): the fault of their tables.
+        `positions` are where they stand in the WAL, 0 for those that have no place; errors tell them. `heads` are those that were too
+        large, of which only the head is here (`frames.heads_of_large`): the fault of their tables.
 
         Raises DecodeError, naming the position and where it can the table and column, for a message that cannot be read; TableWorkFailed
         for anything else that goes wrong with one table.
@@ -89,7 +90,7 @@ class Decoder:
         decoded: Decoded | None = None
         before = self.checkpoint()
         try:
-            for frames in join(messages, heads):
+            for frames in join(messages, positions, heads):
                 if not self._passed_end:
                     part = self._decode(frames)
                     decoded = part if decoded is None else _together(decoded, part)
@@ -187,7 +188,7 @@ class Decoder:
         """Read the messages that change no rows: definitions, and such as only need to be whole."""
         described: dict[int, RelationMessage] = {}
         for index in routed.others():
-            payload = routed.frames.bytes_of(index, HEADER)
+            payload = routed.frames.bytes_of(index)
             try:
                 if payload[0] == RELATION:
                     described[index] = parse_relation(payload)

@@ -15,14 +15,11 @@ from pgwal_pipeline.decode.vectors import Bytes, Ints
 from pgwal_pipeline.errors import DecodeError
 from pgwal_pipeline.lsn import format_lsn
 
-HEADER = 25
-"""Bytes before a replication message's payload: 'w', the WAL's start and the server's end as unsigned 64 bits, the server's clock."""
-
 PORTION = 64 << 20
 """Most bytes of one buffer, unless a single string has more; what is known of each field takes ten times the room of a null."""
 
-HEAD = HEADER + 8
-"""Bytes of a message that changes a row up to its first column: kind, oid, tag and column count follow the header."""
+HEAD = 8
+"""Bytes of a message that changes a row up to its first column: kind, oid, tag and column count."""
 
 _CHANGES = b"IUD"
 _PADDING = bytes(64)
@@ -33,7 +30,8 @@ _SHOWN = 24  # bytes of a message that an error shows
 class Frames:
     """Byte strings end to end: the i-th lies in `octets[starts[i]:ends[i]]`. `words[p]` are the 8 bytes from p, in the machine's order.
 
-    `heads` are those of which only the head is here, by index: the bytes that each has as a whole.
+    `positions` are where they stand in the WAL, for those that do. `heads` are those of which only the head is here, by index: the bytes
+    that each has as a whole.
     """
 
     buffer: pa.Buffer
@@ -41,6 +39,7 @@ class Frames:
     words: Ints
     starts: Ints
     ends: Ints
+    positions: Sequence[int] = ()
     heads: Mapping[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -48,7 +47,7 @@ class Frames:
 
     def first(self, count: int) -> "Frames":
         """The first `count` strings, on the same buffer."""
-        return replace(self, starts=self.starts[:count], ends=self.ends[:count])
+        return replace(self, starts=self.starts[:count], ends=self.ends[:count], positions=self.positions[:count])
 
     def octet(self, positions: Ints) -> Bytes:
         """The byte at each position."""
@@ -59,9 +58,9 @@ class Frames:
         words = self.words[positions]
         return words.byteswap(inplace=True) if sys.byteorder == "little" else words
 
-    def bytes_of(self, index: int, skip: int = 0) -> bytes:
-        """The string at `index`, without its first `skip` bytes."""
-        return self.octets[self.starts[index] + skip : self.ends[index]].tobytes()
+    def bytes_of(self, index: int) -> bytes:
+        """The string at `index`."""
+        return self.octets[self.starts[index] : self.ends[index]].tobytes()
 
     def table_error(self, index: int, reason: str, table: object = None) -> DecodeError:
         """As `message_error`, for a message that belongs to one table, whose oid stands behind its kind."""
@@ -71,7 +70,7 @@ class Frames:
 
     def message_error(self, index: int, reason: str, table: object = None) -> DecodeError:
         """The error for the replication message at `index`, with its position and its first bytes."""
-        payload = self.bytes_of(index, HEADER)
+        payload = self.bytes_of(index)
         lsn = self._lsn(index)
         kind = chr(payload[0]) if payload and 32 < payload[0] < 127 else "unknown"
         of_table = "" if table is None else f" of {table}"
@@ -84,32 +83,29 @@ class Frames:
 
     def _lsn(self, index: int) -> int:
         """Where the message at `index` stands in the WAL; Relation and Type messages carry no position, so the one before them counts."""
-        for start in self.starts[index::-1].tolist():
-            if lsn := int.from_bytes(self.octets[start + 1 : start + 9]):
-                return lsn
-        return 0
+        return next((lsn for lsn in reversed(self.positions[: index + 1]) if lsn), 0)
 
 
-def heads_of_large(messages: Sequence[memoryview], largest: int) -> tuple[list[memoryview], dict[int, int]]:
-    """Replication messages with no more than the head of each change of a row that has more than `largest` bytes.
+def heads_of_large(messages: Sequence[bytes], largest: int) -> tuple[list[bytes], dict[int, int]]:
+    """Cut messages that change a row and have more than `largest` bytes down to their heads.
 
-    Second, the bytes of each of these, by index.
+    Returns the messages, and of each one that was cut the bytes that it had, by index.
     """
-    large = {index: len(message) for index, message in enumerate(messages) if len(message) > largest and message[HEADER] in _CHANGES}
-    return [memoryview(bytes(message[:HEAD])) if index in large else message for index, message in enumerate(messages)], large
+    large = {index: len(message) for index, message in enumerate(messages) if len(message) > largest and message[0] in _CHANGES}
+    return [message[:HEAD] if index in large else message for index, message in enumerate(messages)], large
 
 
-def join(parts: Sequence[bytes | memoryview], heads: Mapping[int, int] | None = None) -> Iterator[Frames]:
+def join(parts: Sequence[bytes], positions: Sequence[int] = (), heads: Mapping[int, int] | None = None) -> Iterator[Frames]:
     """Lay `parts` end to end in as many buffers as it takes with at most PORTION bytes each; a longer one has a buffer of its own.
 
-    `heads` are as those of `Frames`.
+    `positions` are where they stand in the WAL, `heads` are as those of `Frames`.
     """
     lengths = np.fromiter(map(len, parts), np.int64, len(parts))
     through = np.cumsum(lengths)
     first, before = 0, 0
     while first < len(parts):
         last = max(int(np.searchsorted(through, before + PORTION, "right")), first + 1)
-        frames = _laid(parts if last - first == len(parts) else parts[first:last], lengths[first:last])
+        frames = _laid(parts if last - first == len(parts) else parts[first:last], lengths[first:last], positions[first:last])
         yield replace(frames, heads={index - first: size for index, size in heads.items() if first <= index < last}) if heads else frames
         first, before = last, int(through[last - 1])
 
@@ -117,18 +113,18 @@ def join(parts: Sequence[bytes | memoryview], heads: Mapping[int, int] | None = 
 def lay(octets: bytearray, lengths: Sequence[int]) -> Frames:
     """What lies end to end in `octets`, which is kept, as strings of these lengths."""
     octets += _PADDING
-    return _framed(octets, np.array(lengths, np.int64))
+    return _framed(octets, np.array(lengths, np.int64), ())
 
 
-def _laid(parts: Sequence[bytes | memoryview], lengths: Ints) -> Frames:
-    return _framed(b"".join([*parts, _PADDING]), lengths)
+def _laid(parts: Sequence[bytes], lengths: Ints, positions: Sequence[int]) -> Frames:
+    return _framed(b"".join([*parts, _PADDING]), lengths, positions)
 
 
-def _framed(joined: bytes | bytearray, lengths: Ints) -> Frames:
+def _framed(joined: bytes | bytearray, lengths: Ints, positions: Sequence[int]) -> Frames:
     if len(joined) >= 1 << 31:
         raise DecodeError("A single row of more than 2 GiB cannot be decoded; leave its table out of the publication.")
     ends = np.cumsum(lengths)
-    return Frames(pa.py_buffer(joined), np.frombuffer(joined, np.uint8), words(joined), ends - lengths, ends)
+    return Frames(pa.py_buffer(joined), np.frombuffer(joined, np.uint8), words(joined), ends - lengths, ends, positions)
 
 
 def words(octets: bytes | bytearray | pa.Buffer) -> Ints:

@@ -1,7 +1,7 @@
 """The messages of pgoutput that are read one by one: those that are rare.
 
-Transactions and row changes never come through here; `route` and `tuples` read those, many at once. A payload is a message without the 25
-bytes of its replication header. Every parser raises ValueError with the reason when the payload is not exactly one message of its kind.
+Transactions and row changes never come through here; `route` and `tuples` read those, many at once. Every parser
+raises ValueError with the reason when the payload is not exactly one message of its kind.
 """
 
 import struct

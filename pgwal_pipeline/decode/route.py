@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from pgwal_pipeline.decode.frames import HEADER, Frames
+from pgwal_pipeline.decode.frames import Frames
 from pgwal_pipeline.decode.pgoutput import TruncateMessage, parse_truncate
 from pgwal_pipeline.decode.vectors import Bytes, Ints, Mask
 from pgwal_pipeline.xid import TransactionMark
@@ -20,8 +20,8 @@ _OTHERS: Final = np.isin(np.arange(256), np.frombuffer(b"RYOM", np.uint8))
 _ROWS: Final = np.isin(np.arange(256), np.frombuffer(b"IUD", np.uint8))
 _EPOCH: Final = 946_684_800_000_000  # microseconds from 1970-01-01 to 2000-01-01, from where Postgres counts
 _LATEST: Final = (1 << 63) - 1 - _EPOCH  # in microseconds since 2000: what comes later has no place in 64 bits since 1970
-_BEGIN_SIZE: Final = HEADER + 21
-_COMMIT_SIZE: Final = HEADER + 26
+_BEGIN_SIZE: Final = 21
+_COMMIT_SIZE: Final = 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def route(frames: Frames, opened: OpenTransaction | None, last_commit_lsn: int, 
     `opened` is the transaction left open by the run before, `last_commit_lsn` the commit LSN of the last Begin before. Raises DecodeError
     for messages that are none of pgoutput's, or that do not follow each other as transactions do.
     """
-    heads = frames.word(frames.starts + HEADER)
+    heads = frames.word(frames.starts)
     kinds = (heads >> 56).astype(np.uint8)
     end = _first_past(frames, kinds, end_lsn)
     _check_framing(frames, kinds, len(frames) if end is None else end + 1)
@@ -183,21 +183,20 @@ def _marks(transactions: Transactions, chosen: Ints) -> tuple[TransactionMark, .
 def _first_past(frames: Frames, kinds: Bytes, end_lsn: int) -> int | None:
     """The first Begin of a transaction that the window does not want any more."""
     begins = np.flatnonzero(kinds == BEGIN)
-    past = frames.word(frames.starts[begins] + (HEADER + 1)) >= end_lsn
+    past = frames.word(frames.starts[begins] + 1) >= end_lsn
     return int(begins[past.argmax()]) if past.any() else None
 
 
 def _check_framing(frames: Frames, kinds: Bytes, count: int) -> None:
-    """See that the first messages are replication messages with a payload of a known kind, and that Begins and Commits have their sizes."""
+    """See that the first messages have a payload of a known kind, and that Begins and Commits have their sizes."""
     sizes = (frames.ends - frames.starts)[:count]
     kinds = kinds[:count]
-    framed = (sizes > HEADER) & (frames.octet(frames.starts[:count]) == ord("w"))
-    wrong = ~framed | ~_KNOWN[kinds] | ((kinds == BEGIN) & (sizes != _BEGIN_SIZE)) | ((kinds == COMMIT) & (sizes != _COMMIT_SIZE))
+    wrong = (sizes == 0) | ~_KNOWN[kinds] | ((kinds == BEGIN) & (sizes != _BEGIN_SIZE)) | ((kinds == COMMIT) & (sizes != _COMMIT_SIZE))
     if not wrong.any():
         return
     index = int(wrong.argmax())
-    if not framed[index]:
-        raise frames.message_error(index, "it is no replication message with a payload")
+    if not sizes[index]:
+        raise frames.message_error(index, "it has no payload")
     if not _KNOWN[kinds[index]]:
         raise frames.message_error(index, "pgoutput sends no such kind of message for the options that were asked for")
     raise frames.message_error(index, "it has not the size of its kind")
@@ -215,7 +214,7 @@ def _check_order(frames: Frames, kinds: Bytes, in_transaction: bool) -> None:
 
 
 def _transactions(frames: Frames, begins: Ints, opened: OpenTransaction | None, start_lsn: int) -> Transactions:
-    at = frames.starts[begins] + (HEADER + 1)
+    at = frames.starts[begins] + 1
     times = frames.word(at + 8)
     beyond = times > _LATEST
     if beyond.any():
@@ -238,7 +237,7 @@ def _check_increasing(frames: Frames, begins: Ints, transactions: Transactions, 
 
 def _check_commits(frames: Frames, commits: Ints, transactions: Transactions, transaction: Ints) -> Ints:
     """See that each Commit belongs to its Begin; give where each commit record ends."""
-    at = frames.starts[commits] + (HEADER + 2)
+    at = frames.starts[commits] + 2
     lsn, end_lsn = frames.word(at), frames.word(at + 8)
     wrong = lsn != transactions.commit_lsn[transaction]
     wrong |= frames.word(at + 16) + _EPOCH != transactions.committed_at[transaction]
@@ -252,7 +251,7 @@ def _truncates(frames: Frames, kinds: Bytes) -> dict[int, TruncateMessage]:
     truncates = {}
     for index in np.flatnonzero(kinds == TRUNCATE).tolist():
         try:
-            truncates[index] = parse_truncate(frames.bytes_of(index, HEADER))
+            truncates[index] = parse_truncate(frames.bytes_of(index))
         except ValueError as error:
             raise frames.message_error(index, str(error)) from None
     return truncates

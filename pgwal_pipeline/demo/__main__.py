@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.postgres.connection import plain_session
 
 
 @click.group(invoke_without_command=True)
@@ -26,7 +27,7 @@ def main(context: click.Context, folder: Path, rate: float, port: int) -> None:
 @click.option("--rate", default=20.0, show_default=True, help="Transactions a second.")
 def shop(rate: float) -> None:
     """Make the shop's tables on the database of PGWAL_SOURCE_DSN if they are missing, and change them until Ctrl-C."""
-    import psycopg
+    import psycopg2
 
     from pgwal_pipeline.demo.shop import is_seeded, seed
     from pgwal_pipeline.demo.workload import Workload
@@ -37,9 +38,9 @@ def shop(rate: float) -> None:
         signal.signal(number, lambda *_: ended.set())
     dsn = Settings.from_environment().dsn
     try:
-        with psycopg.connect(dsn, autocommit=True) as conn:
+        with plain_session(dsn) as conn:
             click.echo("The shop is there." if is_seeded(conn) else f"Seeded the shop: {seed(conn):,} rows.")
-    except psycopg.OperationalError as error:
+    except psycopg2.OperationalError as error:
         raise PgwalError(f"The shop's database cannot be reached: {str(error).splitlines()[0]}") from None
     workload = Workload(dsn, rate=rate)
     workload.start()

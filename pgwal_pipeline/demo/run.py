@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any
 
 import click
-import psycopg
 
 from pgwal_pipeline import interrupts
 from pgwal_pipeline.demo.dagster_ui import DagsterUi, is_free, next_free_port
@@ -30,6 +29,7 @@ from pgwal_pipeline.errors import LakeError, PgwalError
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.pipeline.as_of import find_publish
 from pgwal_pipeline.pipeline.status import lag
+from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline.settings import Settings
 
 FOLDER = Path(".demo")
@@ -145,7 +145,7 @@ def _start_postgres(place: Place, stack: ExitStack) -> Postgres:
 
 
 def _open_shop(dsn: str) -> None:
-    with psycopg.connect(dsn, autocommit=True) as conn:
+    with plain_session(dsn) as conn:
         if is_seeded(conn):
             _say("The shop's tables are there from last time; nothing is seeded.")
         else:

@@ -12,7 +12,9 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
-import psycopg
+from psycopg2.extras import execute_values
+
+from pgwal_pipeline.postgres.connection import Connection
 
 WAREHOUSES = ("berlin", "lyon", "porto")
 
@@ -160,13 +162,13 @@ def pick_method(rng: random.Random) -> str:
     return rng.choice(_METHODS)
 
 
-def is_seeded(conn: psycopg.Connection) -> bool:
+def is_seeded(conn: Connection) -> bool:
     """Whether the shop stands: the seed is one transaction, so its schema is there with all its rows or not at all."""
     row = conn.execute("SELECT to_regnamespace('shop') IS NOT NULL").fetchone()
     return bool(row and row[0])
 
 
-def seed(conn: psycopg.Connection, *, customers: int = 400, products: int = 120, orders: int = 1500, seed: int = 7) -> int:
+def seed(conn: Connection, *, customers: int = 400, products: int = 120, orders: int = 1500, seed: int = 7) -> int:
     """Make the schema and its opening rows in one transaction; the same rows for the same arguments. Returns the number of rows.
 
     The shop's invariants (see `invariants.py`) hold from the start.
@@ -178,33 +180,31 @@ def seed(conn: psycopg.Connection, *, customers: int = 400, products: int = 120,
         people = list(_customers(rng, customers))
         goods = list(_products(rng, products))
         sold = _Sales(rng, people, goods, orders)
-        rows += _copy(
+        rows += _insert(
             conn, "customers", ("id", "account", "name", "email", "address", "tags", "spent", "born", "joined_at"), sold.customers()
         )
-        rows += _copy(
+        rows += _insert(
             conn,
             "products",
             ("sku", "name", "description", "price", "received", "weight_kg", "tags", "attributes", "updated_at"),
             sold.products(),
         )
-        rows += _copy(conn, "inventory", ("sku", "warehouse", "on_hand", "counted_at"), sold.inventory())
+        rows += _insert(conn, "inventory", ("sku", "warehouse", "on_hand", "counted_at"), sold.inventory())
         order_columns = ("id", "customer_id", "reference", "status", "total", "paid", "delivery", "note", "placed_at", "shipped_at")
-        rows += _copy(conn, "orders", order_columns, sold.orders)
-        rows += _copy(conn, "order_lines", ("order_id", "line_no", "sku", "quantity", "unit_price"), sold.lines)
-        rows += _copy(conn, "payments", ("id", "order_id", "amount", "method", "details", "paid_at"), sold.payments)
+        rows += _insert(conn, "orders", order_columns, sold.orders)
+        rows += _insert(conn, "order_lines", ("order_id", "line_no", "sku", "quantity", "unit_price"), sold.lines)
+        rows += _insert(conn, "payments", ("id", "order_id", "amount", "method", "details", "paid_at"), sold.payments)
         conn.execute("SELECT setval(pg_get_serial_sequence('shop.customers', 'id'), (SELECT max(id) FROM shop.customers))")
         conn.execute("SELECT setval(pg_get_serial_sequence('shop.orders', 'id'), (SELECT max(id) FROM shop.orders))")
     conn.execute("ANALYZE")
     return rows
 
 
-def _copy(conn: psycopg.Connection, table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> int:
-    written = 0
-    with conn.cursor() as cursor, cursor.copy(f"COPY shop.{table} ({', '.join(columns)}) FROM STDIN".encode()) as copy:
-        for row in rows:
-            copy.write_row(row)
-            written += 1
-    return written
+def _insert(conn: Connection, table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> int:
+    values = [[str(value) if isinstance(value, UUID) else value for value in row] for row in rows]
+    with conn.cursor() as cursor:
+        execute_values(cursor, f"INSERT INTO shop.{table} ({', '.join(columns)}) VALUES %s", values, page_size=1000)
+    return len(values)
 
 
 def _customers(rng: random.Random, count: int) -> Iterator[tuple[Any, ...]]:

@@ -9,21 +9,29 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-import psycopg
+import psycopg2
+import psycopg2.errors
 
 from pgwal_pipeline.demo.shop import WAREHOUSES, describe_product, email_of, new_customer, payment_details, pick_method
+from pgwal_pipeline.postgres.connection import Connection, plain_session
 
 _RECONNECT_SECONDS = (0.2, 0.5, 1.0, 2.0)
 _PATIENCE = "-c lock_timeout=5s -c statement_timeout=30s -c idle_in_transaction_session_timeout=60s"
 
-Deed = Callable[[psycopg.Connection, random.Random], bool]
+Deed = Callable[[Connection, random.Random], bool]
 
 
-def place_order(conn: psycopg.Connection, rng: random.Random) -> bool:
+class _Undone(Exception):
+    """Rolls a transaction back."""
+
+
+def place_order(conn: Connection, rng: random.Random) -> bool:
     """A customer orders one to four products; what no shelf holds is left out, and an order without lines is rolled back."""
-    with conn.transaction() as transaction:
+    line_no = 0
+    with suppress(_Undone), conn.transaction():
         customer = conn.execute(
             "SELECT id FROM shop.customers WHERE id >= (SELECT ceil(max(id) * %s) FROM shop.customers) ORDER BY id LIMIT 1", [rng.random()]
         ).fetchone()
@@ -34,7 +42,6 @@ def place_order(conn: psycopg.Connection, rng: random.Random) -> bool:
         ).fetchone()
         assert order is not None
         wanted = conn.execute("SELECT sku FROM shop.products ORDER BY random() LIMIT %s", [rng.randrange(1, 5)]).fetchall()
-        line_no = 0
         for (sku,) in sorted(wanted):  # in one order everywhere, so that two orders seldom deadlock
             quantity = rng.randrange(1, 4)
             taken = conn.execute(
@@ -49,24 +56,24 @@ def place_order(conn: psycopg.Connection, rng: random.Random) -> bool:
                     [order[0], line_no, quantity, sku],
                 )
         if line_no == 0:
-            raise psycopg.Rollback(transaction)
+            raise _Undone
         conn.execute(
             "UPDATE shop.orders SET total = (SELECT sum(amount) FROM shop.order_lines WHERE order_id = id) WHERE id = %s", [order[0]]
         )
     return line_no > 0
 
 
-def pay(conn: psycopg.Connection, rng: random.Random) -> bool:
+def pay(conn: Connection, rng: random.Random) -> bool:
     """The oldest order that nobody else is busy with is paid: money goes from the customer's account to the order."""
     return _settle(conn, rng, ("placed",), "paid", sign=1)
 
 
-def refund(conn: psycopg.Connection, rng: random.Random) -> bool:
+def refund(conn: Connection, rng: random.Random) -> bool:
     """A paid order's money goes back; the goods are not asked for."""
     return _settle(conn, rng, ("paid",), "refunded", sign=-1)
 
 
-def _settle(conn: psycopg.Connection, rng: random.Random, before: tuple[str, ...], after: str, *, sign: int) -> bool:
+def _settle(conn: Connection, rng: random.Random, before: tuple[str, ...], after: str, *, sign: int) -> bool:
     with conn.transaction():
         order = conn.execute(
             "SELECT id, customer_id, total * %s FROM shop.orders WHERE status = ANY (%s::shop.order_status[]) ORDER BY id LIMIT 1 "
@@ -86,7 +93,7 @@ def _settle(conn: psycopg.Connection, rng: random.Random, before: tuple[str, ...
     return True
 
 
-def ship(conn: psycopg.Connection, _rng: random.Random) -> bool:
+def ship(conn: Connection, _rng: random.Random) -> bool:
     """The oldest paid order leaves the house."""
     shipped = conn.execute(
         "UPDATE shop.orders SET status = 'shipped', shipped_at = now() WHERE id = "
@@ -95,7 +102,7 @@ def ship(conn: psycopg.Connection, _rng: random.Random) -> bool:
     return shipped.rowcount > 0
 
 
-def cancel(conn: psycopg.Connection, rng: random.Random) -> bool:
+def cancel(conn: Connection, rng: random.Random) -> bool:
     """The newest unpaid order is taken back: its lines are deleted and the goods go to one warehouse."""
     with conn.transaction():
         order = conn.execute(
@@ -111,7 +118,7 @@ def cancel(conn: psycopg.Connection, rng: random.Random) -> bool:
     return True
 
 
-def restock(conn: psycopg.Connection, rng: random.Random) -> bool:
+def restock(conn: Connection, rng: random.Random) -> bool:
     """The emptiest shelf is filled: an update of a product whose long description does not change."""
     with conn.transaction():
         shelf = conn.execute("SELECT sku, warehouse FROM shop.inventory ORDER BY on_hand LIMIT 1 FOR UPDATE SKIP LOCKED").fetchone()
@@ -125,10 +132,11 @@ def restock(conn: psycopg.Connection, rng: random.Random) -> bool:
     return True
 
 
-def transfer_stock(conn: psycopg.Connection, rng: random.Random) -> bool:
+def transfer_stock(conn: Connection, rng: random.Random) -> bool:
     """Pieces of one product move from one warehouse to another."""
     source, target = rng.sample(WAREHOUSES, 2)
-    with conn.transaction() as transaction:
+    shelf = None
+    with suppress(_Undone), conn.transaction():
         shelf = conn.execute(
             "UPDATE shop.inventory SET on_hand = on_hand - 5 WHERE warehouse = %(at)s AND sku = "
             "(SELECT sku FROM shop.inventory WHERE warehouse = %(at)s AND on_hand > 20 ORDER BY random() LIMIT 1) "
@@ -136,12 +144,12 @@ def transfer_stock(conn: psycopg.Connection, rng: random.Random) -> bool:
             {"at": source},
         ).fetchone()
         if shelf is None:
-            raise psycopg.Rollback(transaction)
+            raise _Undone
         conn.execute("UPDATE shop.inventory SET on_hand = on_hand + 5 WHERE sku = %s AND warehouse = %s", [shelf[0], target])
     return shelf is not None
 
 
-def change_prices(conn: psycopg.Connection, rng: random.Random) -> bool:
+def change_prices(conn: Connection, rng: random.Random) -> bool:
     """A few products get dearer or cheaper. Orders keep the price they were placed at."""
     factor = rng.choice(["0.90", "0.95", "1.05", "1.10"])
     conn.execute(
@@ -152,7 +160,7 @@ def change_prices(conn: psycopg.Connection, rng: random.Random) -> bool:
     return True
 
 
-def rewrite_description(conn: psycopg.Connection, rng: random.Random) -> bool:
+def rewrite_description(conn: Connection, rng: random.Random) -> bool:
     """A product gets another long text."""
     product = conn.execute("SELECT sku, name FROM shop.products ORDER BY random() LIMIT 1").fetchone()
     if product is None:
@@ -163,7 +171,7 @@ def rewrite_description(conn: psycopg.Connection, rng: random.Random) -> bool:
     return True
 
 
-def change_sku(conn: psycopg.Connection, rng: random.Random) -> bool:
+def change_sku(conn: Connection, rng: random.Random) -> bool:
     """A product gets another SKU: its primary key changes, and with it that of its shelves and a column of every line that sold it."""
     changed = conn.execute(
         "UPDATE shop.products SET sku = regexp_replace(sku, '(-r[0-9]+)?$', %s), updated_at = now() "
@@ -173,7 +181,7 @@ def change_sku(conn: psycopg.Connection, rng: random.Random) -> bool:
     return changed.rowcount > 0
 
 
-def welcome_customer(conn: psycopg.Connection, rng: random.Random) -> bool:
+def welcome_customer(conn: Connection, rng: random.Random) -> bool:
     """Somebody opens an account."""
     account, name, email, address = new_customer(rng, rng.randrange(10**6, 10**9))
     conn.execute(
@@ -183,7 +191,7 @@ def welcome_customer(conn: psycopg.Connection, rng: random.Random) -> bool:
     return True
 
 
-def rename_customer(conn: psycopg.Connection, rng: random.Random) -> bool:
+def rename_customer(conn: Connection, rng: random.Random) -> bool:
     """A customer takes another name, and an e-mail address to go with it."""
     _, name, _, _ = new_customer(rng, 0)
     renamed = conn.execute(
@@ -267,7 +275,7 @@ class Workload:
         failures = 0
         while not self._stopped.is_set():
             try:
-                with psycopg.connect(self._dsn, autocommit=True, application_name="shop", connect_timeout=5, options=_PATIENCE) as conn:
+                with plain_session(self._dsn, application_name="shop", connect_timeout=5, options=_PATIENCE) as conn:
                     failures = 0
                     with self._lock:
                         self._connections += 1
@@ -276,15 +284,15 @@ class Workload:
                     finally:
                         with self._lock:
                             self._connections -= 1
-            except psycopg.OperationalError:
+            except psycopg2.OperationalError:
                 # The server is away or starting; it comes back, or somebody stops the workload.
                 self._stopped.wait(_RECONNECT_SECONDS[min(failures, len(_RECONNECT_SECONDS) - 1)])
                 failures += 1
-            except psycopg.Error as error:
+            except psycopg2.Error as error:
                 self.error = error
                 return
 
-    def _trade(self, conn: psycopg.Connection, rng: random.Random) -> None:
+    def _trade(self, conn: Connection, rng: random.Random) -> None:
         deeds, weights = list(DEEDS), list(DEEDS.values())
         due = time.monotonic()
         while not self._stopped.is_set():
@@ -293,17 +301,17 @@ class Workload:
                 return
             self._do(conn, rng, rng.choices(deeds, weights)[0])
 
-    def _do(self, conn: psycopg.Connection, rng: random.Random, deed: Deed) -> None:
+    def _do(self, conn: Connection, rng: random.Random, deed: Deed) -> None:
         try:
             if not deed(conn, rng):
                 deed = place_order
                 if not deed(conn, rng):
                     return
         except (
-            psycopg.errors.TransactionRollback,
-            psycopg.errors.LockNotAvailable,
-            psycopg.errors.QueryCanceled,
-            psycopg.errors.IntegrityError,
+            psycopg2.errors.TransactionRollback,
+            psycopg2.errors.LockNotAvailable,
+            psycopg2.errors.QueryCanceled,
+            psycopg2.errors.IntegrityError,
         ):
             # Lost a race: a deadlock with a change of SKU, a product that got another key in mid-order.
             with self._lock:

@@ -2,9 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-import psycopg
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import ChangeNotSent, FileGone, LakeError, PublicationMissing, SlotLost
@@ -16,13 +13,12 @@ from pgwal_pipeline.pipeline.changes import Look
 from pgwal_pipeline.pipeline.counting import recover, slot_stream
 from pgwal_pipeline.pipeline.looks import looks, record_tables
 from pgwal_pipeline.postgres import catalog, publication, slot
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.slot import SlotState
 from pgwal_pipeline.postgres.standbys import HeldBack
 from pgwal_pipeline.postgres.timeline import left_at
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
-
-Connection = psycopg.Connection[Any]
 
 _NEVER, _NOT_SENT = -1, -2  # oids of no publication: the stream met a time without it, or a change that the source cannot send
 

@@ -4,9 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import psycopg
 from deltalake import Schema
 
 from pgwal_pipeline import failpoints
@@ -22,6 +20,7 @@ from pgwal_pipeline.pipeline.looks import looks, next_xid, review_tables
 from pgwal_pipeline.pipeline.tally import WindowRead, changes_in
 from pgwal_pipeline.pipeline.window import Portions, StreamBroke, read_window
 from pgwal_pipeline.postgres import catalog
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.relation import Relation, TableName
@@ -35,7 +34,7 @@ class Pass:
 
     settings: Settings
     ledger: Ledger
-    conn: psycopg.Connection[Any]
+    conn: Connection
     server_version: int
     warn: Callable[[str], None]
     progress: Progress
@@ -63,7 +62,7 @@ def window_of(slot: str, read: WindowRead) -> Window:
 def read_from(
     stream: ReplicationStream,
     ledger: Ledger,
-    conn: psycopg.Connection[Any],
+    conn: Connection,
     limits: tuple[int, int],
     *,
     memory_budget: int,
@@ -94,7 +93,7 @@ def read_ahead(
     stream: ReplicationStream,
     settings: Settings,
     ledger: Ledger,
-    conn: psycopg.Connection[Any],
+    conn: Connection,
     limits: tuple[int, int],
     *,
     memory_budget: int,
@@ -252,7 +251,7 @@ def slot_stream(settings: Settings, start_lsn: int, server_version: int) -> Repl
             time.sleep(0.1)
 
 
-def describe_on(conn: psycopg.Connection[Any]) -> Callable[[RelationMessage], Relation]:
+def describe_on(conn: Connection) -> Callable[[RelationMessage], Relation]:
     """The catalog's answer to a Relation message, asked on `conn` from whichever thread decodes."""
     lock = threading.Lock()
 

@@ -6,9 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-import psycopg
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import ChangeNotSent, FileGone, PublicationMissing, SlotLost, SourceUnavailable
@@ -26,6 +23,7 @@ from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowRepo
 from pgwal_pipeline.pipeline.tally import WindowRead
 from pgwal_pipeline.pipeline.window import Portions, StreamBroke
 from pgwal_pipeline.postgres import catalog, slot, slot_state
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.progress import Noted, Progress
@@ -349,7 +347,7 @@ def _keep(run: Pass, broke: StreamBroke, ended: str) -> None:
         keep_what_came(run.ledger, run.settings.slot, broke)
 
 
-def _await_confirmation(conn: psycopg.Connection[Any], name: str, lsn: int) -> None:
+def _await_confirmation(conn: Connection, name: str, lsn: int) -> None:
     """Wait until the server has taken the confirmation; it is read back rather than trusted."""
     deadline = time.monotonic() + _CONFIRM_TIMEOUT
     while True:

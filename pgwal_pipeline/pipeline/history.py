@@ -56,7 +56,7 @@ def require_same(stream: ReplicationStream, start_lsn: int, frontier: int, expec
     count = position = 0
     while True:
         messages = stream.read(_READ_BYTES, _IDLE)
-        decoded = decoder.feed(messages)
+        decoded = decoder.feed(messages.payloads, messages.positions)
         found += decoded.marks
         count += decoded.transactions
         position = max(position, stream.server_position, decoded.last_commit_end_lsn or 0)

@@ -4,9 +4,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
-
-import psycopg
 
 from pgwal_pipeline.decode.types import arrow_type, change_schema
 from pgwal_pipeline.errors import TableError
@@ -19,12 +16,11 @@ from pgwal_pipeline.lake.places import free_place
 from pgwal_pipeline.lake.raw import check_columns, ensure_raw_table
 from pgwal_pipeline.pipeline.changes import Look, altered, dropped, had_others_names, read_again, republished, rewritten
 from pgwal_pipeline.postgres import catalog
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.storage import storages
 from pgwal_pipeline.relation import Relation, TableName
 from pgwal_pipeline.storage import Storage
 from pgwal_pipeline.xid import Snapshot
-
-Connection = psycopg.Connection[Any]
 
 _GONE = "no longer published"
 _EARLIER = 8  # tables of one place whose last changes may still be in the stream

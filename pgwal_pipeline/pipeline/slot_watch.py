@@ -2,13 +2,11 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any
-
-import psycopg
 
 from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.errors import SlotLost
 from pgwal_pipeline.postgres import slot
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.slot import SlotState
 from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.slot_loss import seconds_to_loss
@@ -22,7 +20,7 @@ _WARN_EVERY = 60.0  # seconds
 class SlotWatch:
     """Looks at the slot `name` from time to time; for one thread, which owns `conn`."""
 
-    conn: psycopg.Connection[Any]
+    conn: Connection
     name: str
     progress: Progress
     _looked: float = 0.0

@@ -12,9 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
 
-import psycopg
 import pyarrow as pa
 
 from pgwal_pipeline import failpoints
@@ -37,12 +35,11 @@ from pgwal_pipeline.pipeline.slot_watch import SlotWatch
 from pgwal_pipeline.pipeline.table_rows import TableRows
 from pgwal_pipeline.postgres import catalog, copy, slot
 from pgwal_pipeline.postgres.catalog import PublishedTable
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.progress import Noted, Progress
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
-
-Connection = psycopg.Connection[Any]
 
 _PENDING = ("pending", "snapshotting")
 _REREADS = 3  # of a table in error by itself, where PGWAL_ON_TABLE_ERROR asks for it

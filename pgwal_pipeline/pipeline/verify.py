@@ -4,9 +4,8 @@ import secrets
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import psycopg
 import pyarrow as pa
 
 from pgwal_pipeline.decode.copy import copy_schema
@@ -20,6 +19,7 @@ from pgwal_pipeline.pipeline.reports import TableComparison, VerifyReport
 from pgwal_pipeline.pipeline.table_rows import TableRows
 from pgwal_pipeline.postgres import catalog, copy, slot
 from pgwal_pipeline.postgres.catalog import PublishedTable
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.storage import storages
 from pgwal_pipeline.progress import Progress
@@ -111,7 +111,7 @@ def _compared(
     )
 
 
-def _files(conn: psycopg.Connection[Any], publication: str, oids: Collection[int]) -> dict[int, frozenset[tuple[int, int]]]:
+def _files(conn: Connection, publication: str, oids: Collection[int]) -> dict[int, frozenset[tuple[int, int]]]:
     """Which files the published tables `oids` are stored in, by oid."""
     found = storages(conn, publication, oids)
     return {oid: frozenset((file.oid, file.node) for file in storage.files) for oid, storage in found.items()}

@@ -29,7 +29,7 @@ from pgwal_pipeline.lake.schema import check_columns
 from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.pipeline.tally import Tally, WindowRead
 from pgwal_pipeline.postgres.standbys import HeldBack
-from pgwal_pipeline.postgres.stream import ReplicationStream
+from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
 from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.relation import Relation
 
@@ -71,7 +71,7 @@ class _Feed:
     `heads` are those of which only the head was kept, by their index: the bytes that each had.
     """
 
-    messages: Sequence[memoryview]
+    messages: Messages
     size: int
     server_position: int
     heads: Mapping[int, int]
@@ -183,7 +183,7 @@ class _Consumer(threading.Thread):
             if not passed and (self._in_transaction or self._position < self._open.end_lsn):
                 return False
             if not passed:
-                messages = ()
+                messages = Messages()
                 self._reach_further()
             if self._open.end_lsn >= self._end_lsn:
                 self.last = self._finished()
@@ -192,7 +192,7 @@ class _Consumer(threading.Thread):
             self._portions.take(self._finished())
             self._begin_next(checkpoint if passed else None)
 
-    def _take_in(self, messages: Sequence[memoryview], heads: Mapping[int, int]) -> bool:
+    def _take_in(self, messages: Messages, heads: Mapping[int, int]) -> bool:
         """Decode messages and hand their rows to the writer; true if they pass the window's end."""
         self._mind_the_time()
         with self._open.tally.timed("decode"):
@@ -230,11 +230,11 @@ class _Consumer(threading.Thread):
             end = start_lsn + self._portions.size
         return _Open(start_lsn, end, WindowWriter(self._lake, self._budget // 2, window_key(end), self._expected, self._places))
 
-    def _decoded(self, messages: Sequence[memoryview], heads: Mapping[int, int]) -> Decoded:
+    def _decoded(self, messages: Messages, heads: Mapping[int, int]) -> Decoded:
         """Decode messages, without the tables whose own fault it is that this fails."""
         while True:
             try:
-                return self._decoder.feed(messages, heads)
+                return self._decoder.feed(messages.payloads, messages.positions, heads)
             except DecodeError as error:
                 self._set_aside(error)
             except TableWorkFailed as failed:
@@ -375,11 +375,11 @@ def _pump(stream: ReplicationStream, consumer: _Consumer, limits: tuple[int, int
         failpoints.hit("drain.read")
         if messages or stream.server_position != reported:
             reported = stream.server_position
-            size, heads = sum(map(len, messages)), {}
-            if size > largest_row:
-                messages, heads = heads_of_large(messages, largest_row)
-                size = sum(map(len, messages))
-            consumer.hand_over(_Feed(messages, size, reported, heads))
+            heads: Mapping[int, int] = {}
+            if messages.size > largest_row:
+                payloads, heads = heads_of_large(messages.payloads, largest_row)
+                messages = Messages(payloads, messages.positions)
+            consumer.hand_over(_Feed(messages, messages.size, reported, heads))
             held.moved()
         else:
             stream.request_reply()

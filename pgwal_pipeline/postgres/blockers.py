@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psycopg
-
 from pgwal_pipeline.amounts import duration
+from pgwal_pipeline.postgres.connection import Connection
 
 _SHOWN = 3
 _QUERY_LENGTH = 100
@@ -53,7 +52,7 @@ _PREPARED = """SELECT NULL::int, p.gid, p.database::text, p.owner::text, NULL::t
 FROM pg_catalog.pg_prepared_xacts p"""
 
 
-def blocking(conn: psycopg.Connection[Any], pid: int) -> list[Blocker]:
+def blocking(conn: Connection, pid: int) -> list[Blocker]:
     """The transactions for which the session `pid` waits now, the oldest first; a slot being made waits for one after the other."""
     return _ordered(
         conn,
@@ -64,7 +63,7 @@ def blocking(conn: psycopg.Connection[Any], pid: int) -> list[Blocker]:
     )
 
 
-def waits_on(conn: psycopg.Connection[Any], pid: int) -> str | None:
+def waits_on(conn: Connection, pid: int) -> str | None:
     """What of the server's own the session `pid` waits for, such as `LWLock ReplicationSlotAllocation`; None where it does not."""
     row = conn.execute(
         "SELECT a.wait_event_type || ' ' || a.wait_event FROM pg_catalog.pg_stat_activity a "
@@ -74,7 +73,7 @@ def waits_on(conn: psycopg.Connection[Any], pid: int) -> str | None:
     return None if row is None else str(row[0])
 
 
-def at_slots(conn: psycopg.Connection[Any], pid: int) -> list[Blocker]:
+def at_slots(conn: Connection, pid: int) -> list[Blocker]:
     """The other sessions that are making, copying, moving or dropping a slot now: the server's own locks on slots name no holder.
 
     Only those whose statements the role may see.
@@ -86,7 +85,7 @@ def at_slots(conn: psycopg.Connection[Any], pid: int) -> list[Blocker]:
     )
 
 
-def older_than(conn: psycopg.Connection[Any], seconds: float) -> list[Blocker]:
+def older_than(conn: Connection, seconds: float) -> list[Blocker]:
     """The transactions that have written and been open for longer than `seconds`, in any database, the oldest first.
 
     Others' sessions are seen only by a role that has the privileges of pg_read_all_stats; prepared transactions by all.
@@ -100,5 +99,5 @@ def older_than(conn: psycopg.Connection[Any], seconds: float) -> list[Blocker]:
     )
 
 
-def _ordered(conn: psycopg.Connection[Any], query: str, params: dict[str, Any]) -> list[Blocker]:
+def _ordered(conn: Connection, query: str, params: dict[str, Any]) -> list[Blocker]:
     return [Blocker(*row) for row in conn.execute(f"{query} ORDER BY 6 DESC NULLS LAST".encode(), params)]

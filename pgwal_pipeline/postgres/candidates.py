@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import psycopg
+import psycopg2
 
 from pgwal_pipeline.postgres.catalog import IDENTITY_INDEX_SQL, PRIMARY_KEY_SQL, Connection
 from pgwal_pipeline.postgres.dsn import translate
@@ -103,7 +103,7 @@ def candidate_tables(conn: Connection, globs: str) -> list[Candidate]:
     try:
         rows = [_Row(*row) for row in conn.execute(_TABLES_SQL.encode()).fetchall()]
         role = conn.execute("SELECT current_user::text").fetchall()[0][0]
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise translate(error, "reading the catalog") from error
     matches = matcher(globs)
     by_oid = {row.oid: row for row in rows}

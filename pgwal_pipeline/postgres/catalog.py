@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-import psycopg
+import psycopg2
 
 from pgwal_pipeline.errors import SourceRefused
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import translate
 from pgwal_pipeline.postgres.positions import flush_lsn, insert_lsn
 from pgwal_pipeline.relation import Column, PgType, Relation, ReplicaIdentity, TableName
@@ -31,8 +32,6 @@ __all__ = [
     "source_identity",
     "tables_of",
 ]
-
-Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 class StreamedColumn(Protocol):
@@ -289,7 +288,7 @@ def fetch(conn: Connection, query: str, *values: object) -> list[tuple[Any, ...]
     """The rows of a query of the catalog; `%s` stand for `values`. Raises what `dsn.translate` makes of an error of the server's."""
     try:
         return conn.execute(query.encode(), values or None).fetchall()
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise translate(error, "reading the catalog") from error
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
-import psycopg
-from psycopg import errors
-from psycopg.pq.abc import PGconn
+import psycopg2
+from psycopg2 import errors
 
 from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.postgres.command import cancel, run
+from pgwal_pipeline.postgres.connection import ReplicationConnection
 from pgwal_pipeline.postgres.dsn import connect, replication_connection, translate
 from pgwal_pipeline.postgres.slot_state import Connection, existing, explain, first_row, refusal
 from pgwal_pipeline.postgres.standbys import HeldBack
@@ -56,7 +56,7 @@ def positions(conn: Connection, slot: str) -> dict[int, int]:
             "AND s.confirmed_flush_lsn IS NOT NULL AND r.sent_lsn IS NOT NULL",
             {"slot": slot},
         ).fetchall()
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise translate(error, f"looking at who reads slot {slot}") from error
     return {int(start): int(sent) for start, sent in rows}
 
@@ -64,9 +64,9 @@ def positions(conn: Connection, slot: str) -> dict[int, int]:
 class SlotCopy:
     """A temporary copy of a slot, in a session of its own; to be read by `stream`, or given up by `close`."""
 
-    def __init__(self, pgconn: PGconn, dsn: str, name: str) -> None:
+    def __init__(self, conn: ReplicationConnection, dsn: str, name: str) -> None:
         self.name = name
-        self._pgconn = pgconn
+        self._conn = conn
         self._dsn = dsn
 
     @classmethod
@@ -79,24 +79,24 @@ class SlotCopy:
         slot is gone or lost.
         """
         name = f"{slot}_w_{secrets.token_hex(4)}"
-        pgconn = replication_connection(dsn)
+        conn = replication_connection(dsn)
         try:
             with closing(connect(dsn)) as watching:
                 command = f"SELECT pg_catalog.pg_copy_logical_replication_slot('{slot}', '{name}', true)"
-                watched(pgconn, command, watching, "Copying", name, blocked_timeout, warn)
+                watched(conn, command, watching, "Copying", name, blocked_timeout, warn)
         except BaseException as error:
-            pgconn.finish()
-            if isinstance(error, psycopg.Error):
+            conn.close()
+            if isinstance(error, psycopg2.Error):
                 raise _explained(dsn, name, error) from error
             raise
-        return cls(pgconn, dsn, name)
+        return cls(conn, dsn, name)
 
     def stream(self, publication: str, start_lsn: int, *, server_version: int) -> ReplicationStream:
         """Move the copy to `start_lsn` and begin to read it there; otherwise as `ReplicationStream.open`. The stream owns the session."""
         try:
-            _advance(lambda command: run(self._pgconn, command), self.name, start_lsn)
-            return ReplicationStream.begin(self._pgconn, self._dsn, self.name, publication, start_lsn, server_version=server_version)
-        except psycopg.Error as error:
+            _advance(lambda command: run(self._conn, command), self.name, start_lsn)
+            return ReplicationStream.begin(self._conn, self._dsn, self.name, publication, start_lsn, server_version=server_version)
+        except psycopg2.Error as error:
             self.close()
             raise explain(self._dsn, self.name, error) from error
         except BaseException:
@@ -104,8 +104,8 @@ class SlotCopy:
             raise
 
     def close(self) -> None:
-        """End the session, and the copy with it; twice is once."""
-        self._pgconn.finish()
+        """End the session, and the copy with it. It may have ended already."""
+        self._conn.close()
 
 
 def settle(conn: Connection, dsn: str, slot: str, lsn: int, *, warn: Callable[[str], None]) -> None:
@@ -115,7 +115,7 @@ def settle(conn: Connection, dsn: str, slot: str, lsn: int, *, warn: Callable[[s
     otherwise what `slot_state.refusal` makes of an error: SlotBusy while it is read, SlotLost.
     """
     existing(conn, slot)
-    with suppress(psycopg.Error):
+    with suppress(psycopg2.Error):
         # Should this process die while the server waits for standbys, the server is to let go of the slot by itself.
         conn.execute("SET client_connection_check_interval = '2s'")
     held = HeldBack(dsn, slot, warn)
@@ -127,7 +127,7 @@ def settle(conn: Connection, dsn: str, slot: str, lsn: int, *, warn: Callable[[s
             if time.monotonic() > deadline:
                 raise refusal(conn, slot, error) from error
             time.sleep(0.05)
-        except psycopg.Error as error:
+        except psycopg2.Error as error:
             raise refusal(conn, slot, error) from error
         else:
             return
@@ -136,12 +136,12 @@ def settle(conn: Connection, dsn: str, slot: str, lsn: int, *, warn: Callable[[s
 def _watched(conn: Connection, dsn: str, command: str, held: HeldBack) -> None:
     """Run `command`, cancelled on the server before an exception passes that does not come from there."""
     try:
-        run(conn.pgconn, command, on_wait=held.stands)
-    except psycopg.Error:
+        run(conn, command, on_wait=held.stands)
+    except psycopg2.Error:
         raise
     except BaseException:
         with suppress(PgwalError), closing(connect(dsn)) as watching:
-            cancel(conn.pgconn, watching)
+            cancel(conn, watching)
         raise
 
 
@@ -155,7 +155,7 @@ def _advance(execute: Callable[[str], object], name: str, lsn: int) -> None:
         execute(f"SELECT pg_catalog.pg_replication_slot_advance('{name}', '{format_lsn(lsn)}'::pg_catalog.pg_lsn)")
 
 
-def _explained(dsn: str, name: str, error: psycopg.Error) -> PgwalError:
+def _explained(dsn: str, name: str, error: psycopg2.Error) -> PgwalError:
     try:
         with closing(connect(dsn)) as conn:
             return refusal(conn, name, error)

@@ -6,18 +6,17 @@ Values leave Postgres as the text of their types' output functions, which is wha
 """
 
 import math
-import select
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import psycopg
-from psycopg import errors, pq
+import psycopg2
+from psycopg2 import errors
 
 from pgwal_pipeline.errors import PgwalError, RowTooLarge, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.postgres.catalog import Connection, insert_lsn, resolve_types
-from pgwal_pipeline.postgres.dsn import BYTES_AS_THEY_ARE, connect, translate
+from pgwal_pipeline.postgres.dsn import BYTES_AS_THEY_ARE, connect, copying_connection, translate
 from pgwal_pipeline.postgres.key_order import BORROWED_SQL, KeyOrder, key_order
 from pgwal_pipeline.postgres.transactions import begin_snapshot, wait_for_transactions
 from pgwal_pipeline.relation import PgType, Relation, quote_ident
@@ -100,7 +99,7 @@ def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> It
                     lower, bound = bound, following
         except errors.CharacterNotInRepertoire:
             pass  # a key in a database in SQL_ASCII that is not UTF-8 cannot be a bound: all from the last one on is one chunk
-        except psycopg.Error as error:
+        except psycopg2.Error as error:
             raise _read_error(error, relation, conn) from error
     yield ChunkBounds(lower, None)
 
@@ -115,7 +114,7 @@ def exported_snapshot(dsn: str) -> Iterator[str | None]:
             return
         begin_snapshot(conn)
         yield conn.execute("SELECT pg_catalog.pg_export_snapshot()").fetchall()[0][0]
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise translate(error, "exporting a snapshot") from error
     finally:
         conn.close()
@@ -133,7 +132,7 @@ def estimated_size(conn: Connection, relation: Relation) -> tuple[int, int]:
             {"oid": relation.oid},
         ).fetchall()[0][0]
         return round(_estimated_rows(conn, _source(conn, relation))), size or 0
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise _read_error(error, relation, conn) from error
 
 
@@ -160,7 +159,7 @@ def read_chunk(
     anything that the source says against this table), TableChanged where the table is not as
     `relation` says any more, SourceUnavailable where the read broke off.
     """
-    conn = connect(dsn, application="pgwal snapshot")
+    conn = copying_connection(dsn, application="pgwal snapshot")
     try:
         conn.execute(_SETTINGS.encode())
         snapshot = begin_snapshot(conn) if exported_snapshot is None else _enter_snapshot(conn, exported_snapshot)
@@ -174,7 +173,7 @@ def read_chunk(
         if conn.execute("SELECT pg_catalog.to_regclass(%s)::oid::int8", [str(relation.table)]).fetchall()[0][0] != relation.oid:
             raise TableChanged(str(relation.table), f"Table {relation.table} was renamed or made anew while it was read; read it again.")
         conn.execute(b"COMMIT")
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise _read_error(error, relation, conn) from error
     finally:
         # Not a rollback: on the way out of a COPY that was broken off, the connection takes no more statements.
@@ -187,7 +186,7 @@ def _enter_snapshot(conn: Connection, exported: str) -> str:
     conn.execute(b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
     try:
         conn.execute(("SET TRANSACTION SNAPSHOT '" + exported.replace("'", "''") + "'").encode())
-    except psycopg.DatabaseError as error:
+    except psycopg2.DatabaseError as error:
         raise SourceUnavailable(f"Snapshot {exported} is gone, as the session that exported it has ended; run it again.") from error
     return conn.execute("SELECT pg_catalog.pg_current_snapshot()::text").fetchall()[0][0]
 
@@ -276,59 +275,47 @@ def _same(one: PgType, other: PgType) -> bool:
     return (one.oid, one.typmod) == (other.oid, other.typmod) and _same(one.element, other.element)
 
 
+class _Rows:
+    """Takes what COPY sends, row by row, and hands it on in blocks.
+
+    As little Python a row as there can be, and nothing kept of it that the garbage collector looks after, which took three times as long
+    as the copy.
+    """
+
+    def __init__(self, on_rows: Callable[[bytearray, list[int]], None], largest_row: int, relation: Relation) -> None:
+        self._on_rows = on_rows
+        self._largest_row = largest_row
+        self._relation = relation
+        self._rows, self._lengths = bytearray(), list[int]()
+        self.total = 0
+
+    def write(self, row: bytes) -> None:
+        """Take a row. Raises RowTooLarge."""
+        if len(row) > self._largest_row:
+            raise RowTooLarge.of(self._relation.table, len(row), self._largest_row, self._relation.oid, "read")
+        self._rows += row
+        self._lengths.append(len(row))
+        if len(self._rows) >= _BLOCK_BYTES:
+            self.hand_on()
+
+    def hand_on(self) -> None:
+        """Hand on what has come, if anything has."""
+        if self._lengths:
+            rows, lengths = self._rows, self._lengths
+            self._rows, self._lengths = bytearray(), []
+            self.total += len(rows)
+            self._on_rows(rows, lengths)
+
+
 def _copy_out(
     conn: Connection, statement: str, on_rows: Callable[[bytearray, list[int]], None], largest_row: int, relation: Relation
 ) -> tuple[int, int]:
-    """Run a COPY … TO STDOUT; the rows and bytes that came.
-
-    libpq gives each row by itself: as little Python a row as there can be, and nothing kept of it that the garbage collector looks after,
-    which took three times as long as the copy.
-    """
-    pgconn = conn.pgconn
-    readable = select.poll()
-    readable.register(pgconn.socket, select.POLLIN)
-
-    def wait() -> None:
-        readable.poll()
-        pgconn.consume_input()
-
-    def result() -> pq.abc.PGresult:
-        while pgconn.is_busy():
-            wait()
-        answer = pgconn.get_result()
-        assert answer is not None
-        if answer.status == pq.ExecStatus.FATAL_ERROR:
-            raise errors.error_from_result(answer)
-        return answer
-
-    pgconn.send_query(statement.encode())
-    while pgconn.flush():
-        pass
-    result()
-    get, total = pgconn.get_copy_data, 0
-    rows, lengths = bytearray(), list[int]()
-    while True:
-        length, data = get(1)
-        if 0 < length <= largest_row:
-            rows += data
-            lengths.append(length)
-            if len(rows) >= _BLOCK_BYTES:
-                total += len(rows)
-                on_rows(rows, lengths)
-                rows, lengths = bytearray(), []
-        elif length == 0:
-            wait()
-        elif length < 0:
-            break
-        else:
-            raise RowTooLarge.of(relation.table, length, largest_row, relation.oid, "read")
-    done = result()
-    total += len(rows)
-    if lengths:
-        on_rows(rows, lengths)
-    while pgconn.get_result() is not None:
-        pass
-    return done.command_tuples or 0, total
+    """Run a COPY … TO STDOUT; the rows and bytes that came."""
+    rows = _Rows(on_rows, largest_row, relation)
+    with conn.cursor() as cursor:
+        cursor.copy_expert(statement.encode(), rows)
+        rows.hand_on()
+        return max(cursor.rowcount, 0), rows.total
 
 
 def _estimated_rows(conn: Connection, source: str) -> float:
@@ -348,7 +335,7 @@ def _block_bounds(conn: Connection, relation: Relation, rows_per_chunk: int) -> 
                    OR c.oid IN (SELECT relid FROM pg_catalog.pg_partition_tree(%(oid)s::oid::regclass)))""",
             {"oid": relation.oid},
         ).fetchall()[0]
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise _read_error(error, relation, conn) from error
     chunks = 1 if recovering else math.ceil(rows / rows_per_chunk)
     if chunks < 2:
@@ -367,10 +354,7 @@ def _next_bound(conn: Connection, source: str, order: KeyOrder, after: tuple[str
 
 def _set_and_ask(conn: Connection, settings: str, query: str) -> list[tuple[Any, ...]]:
     """The rows of a query under `SET LOCAL` settings: statements that are sent together are one transaction."""
-    cursor = conn.execute(f"{settings}; {query}".encode())
-    while cursor.nextset():
-        pass
-    return cursor.fetchall()
+    return conn.execute(f"{settings}; {query}".encode()).fetchall()
 
 
 def _source(conn: Connection, relation: Relation) -> str:
@@ -391,7 +375,7 @@ _ALTERED = (
 )
 
 
-def _read_error(error: psycopg.Error, relation: Relation, conn: Connection) -> PgwalError:
+def _read_error(error: psycopg2.Error, relation: Relation, conn: Connection) -> PgwalError:
     table = relation.table
     if isinstance(error, errors.InsufficientPrivilege):
         if "row-level security" in str(error):

@@ -9,11 +9,11 @@ import re
 import socket
 from typing import Any, TypeVar
 
-import psycopg
-from psycopg import conninfo, errors, pq
-from psycopg.pq.abc import PGconn
+import psycopg2
+from psycopg2 import errors, extensions
 
 from pgwal_pipeline.errors import PgwalError, SettingError, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
+from pgwal_pipeline.postgres.connection import Connection, ReplicationConnection, default_of, open_session
 from pgwal_pipeline.relation import quote_ident
 
 _VARIABLE = "PGWAL_SOURCE_DSN"
@@ -51,17 +51,10 @@ BYTES_AS_THEY_ARE = "SET client_encoding = 'SQL_ASCII'"
 """For reading rows of a database in SQL_ASCII: its text may be in any encoding, and the server would fail on what is not UTF-8."""
 
 
-class _Handle(psycopg.Connection[Any]):
-    """A connection that is only made here; its PGconn lives on by itself, so being collected while it is open is no mistake."""
-
-    def __del__(self, *_: object) -> None:
-        return
+_Session = TypeVar("_Session", Connection, ReplicationConnection)
 
 
-_Opened = TypeVar("_Opened", bound=psycopg.Connection[Any])
-
-
-def connect(dsn: str, *, application: str = "pgwal", autocommit: bool = True, **overrides: Any) -> psycopg.Connection[tuple[Any, ...]]:
+def connect(dsn: str, *, application: str = "pgwal", **overrides: Any) -> Connection:
     """Connect to the source for SQL, with the text output settings pinned.
 
     `dsn` is a libpq string or URI, "" for what libpq's own variables say; `overrides` are libpq parameters that win over it.
@@ -71,43 +64,46 @@ def connect(dsn: str, *, application: str = "pgwal", autocommit: bool = True, **
     Raises SettingError when the DSN cannot be read, SourceUnavailable when the server cannot be reached now, SourceRefused when it turns
     the connection down.
     """
-    parameters = _parameters(dsn, application, overrides)
-    connection = _opened(psycopg.Connection[Any], parameters)
-    try:
-        connection.execute(pinned_settings(connection.info.server_version))
-        connection.autocommit = autocommit
-    except BaseException as error:
-        connection.close()
-        if isinstance(error, psycopg.Error):
-            raise translate(error) from error
-        raise
-    return connection
+    return _pinned(_opened(Connection, _parameters(dsn, application, overrides)))
 
 
-def on_this_machine(conn: psycopg.Connection[Any]) -> bool:
+def copying_connection(dsn: str, *, application: str = "pgwal", **overrides: Any) -> Connection:
+    """As `connect`, for a COPY. It waits inside libpq, where no interrupt comes through: it is for a thread other than the main one."""
+    return _pinned(_opened(Connection, _parameters(dsn, application, overrides), blocking=True))
+
+
+def on_this_machine(conn: Connection) -> bool:
     """Whether the server runs on the machine that this process runs on: both ends of the connection have one address, or it has none."""
     with socket.socket(fileno=os.dup(conn.fileno())) as ours:
         return ours.family == socket.AF_UNIX or ours.getpeername()[0] == ours.getsockname()[0]
 
 
-def replication_connection(dsn: str, *, application: str = "pgwal", **overrides: Any) -> PGconn:
+def replication_connection(dsn: str, *, application: str = "pgwal", **overrides: Any) -> ReplicationConnection:
     """Connect to the source's walsender (`replication=database`), with the text output settings pinned.
 
-    The connection is in libpq's non-blocking mode: `flush()` after a `put_copy_data`. The caller ends it with `finish()`. Raises as
-    `connect` does; SourceRefused also where the role may not replicate or all walsenders are taken.
+    Raises as `connect` does; SourceRefused also where the role may not replicate or all walsenders are taken.
     """
-    parameters = _parameters(dsn, application, overrides | {"replication": "database"})
-    handle = _opened(_Handle, parameters)
+    conn = _pinned(_opened(ReplicationConnection, _parameters(dsn, application, overrides)))
     try:
-        handle.execute(pinned_settings(handle.info.server_version))
-        if handle.info.parameter_status("server_encoding") == "SQL_ASCII":
-            handle.execute(BYTES_AS_THEY_ARE.encode())
+        if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
+            conn.execute(BYTES_AS_THEY_ARE)
     except BaseException as error:
-        handle.close()
-        if isinstance(error, psycopg.Error):
+        conn.close()
+        if isinstance(error, psycopg2.Error):
             raise translate(error) from error
         raise
-    return handle.pgconn
+    return conn
+
+
+def _pinned(conn: _Session) -> _Session:
+    try:
+        conn.execute(pinned_settings(conn.info.server_version))
+    except BaseException as error:
+        conn.close()
+        if isinstance(error, psycopg2.Error):
+            raise translate(error) from error
+        raise
+    return conn
 
 
 def pinned_settings(server_version: int) -> bytes:
@@ -126,8 +122,8 @@ def parse_dsn(dsn: str) -> dict[str, str]:
     Nothing of the DSN is repeated in the message: in a URI whose password is not percent-encoded any part may be a piece of it.
     """
     try:
-        parameters = {name: str(value) for name, value in conninfo.conninfo_to_dict(dsn).items() if value is not None}
-    except (psycopg.Error, UnicodeError):
+        parameters = {name: str(value) for name, value in extensions.parse_dsn(dsn).items()}
+    except (psycopg2.Error, UnicodeError):
         raise SettingError(
             f"{_VARIABLE} cannot be read as a connection string; it takes a libpq string (host=… dbname=… user=…) or a URI "
             "(postgresql://user@host:port/database) in which special characters of the password are percent-encoded."
@@ -144,14 +140,14 @@ def parse_dsn(dsn: str) -> dict[str, str]:
     return parameters
 
 
-def translate(error: psycopg.Error, doing: str = "") -> PgwalError:
+def translate(error: psycopg2.Error, doing: str = "") -> PgwalError:
     """What to raise for an error that the server or libpq reports in mid-work; `doing` says at what, such as "reading shop.orders".
 
     SourceUnavailable where the same work may succeed later (connection lost, server shutting down, cancelled, deadlock, locks, too many
     connections), SlotBusy for a slot in use, SlotLost for a slot whose WAL is gone, SourceRefused for the rest.
     """
     where = f" while {doing}" if doing else ""
-    state = error.sqlstate or ""
+    state = error.pgcode or ""
     said = _one_line(error.diag.message_primary or "")
     if not state:
         reason = _one_line(str(error)) or "no reason given"
@@ -181,10 +177,10 @@ def _parameters(dsn: str, application: str, overrides: dict[str, Any]) -> dict[s
     return defaults | given | {name: str(value) for name, value in overrides.items()} | {"client_encoding": "UTF8"}
 
 
-def _opened(kind: type[_Opened], parameters: dict[str, str]) -> _Opened:
+def _opened(kind: type[_Session], parameters: dict[str, str], *, blocking: bool = False) -> _Session:
     try:
-        return kind.connect(conninfo.make_conninfo("", **parameters), autocommit=True)
-    except psycopg.Error as error:
+        return open_session(kind, parameters, blocking=blocking)
+    except psycopg2.Error as error:
         raise _connection_failure(error, parameters) from None
     except UnicodeError:
         # Raised by Python, which looks the name up: an empty part or one of more than 63 characters, or a character that no name has.
@@ -196,7 +192,8 @@ def _unusable(about: str) -> str:
 
 
 def _describe(parameters: dict[str, str]) -> str:
-    filled = {option.keyword.decode(): _text(option.val) for option in pq.Conninfo.get_defaults() if option.val is not None} | parameters
+    defaults = {keyword: _fill(keyword) for keyword in ("host", "hostaddr", "port", "user", "dbname", "service")}
+    filled = {keyword: value for keyword, value in defaults.items() if value} | parameters
     if "service" in filled and not {"host", "hostaddr"} & filled.keys():
         return f"service {filled['service']}"
     host = filled.get("host") or filled.get("hostaddr") or "localhost"
@@ -282,7 +279,7 @@ _FILES = {
 }
 
 
-def _connection_failure(error: psycopg.Error, parameters: dict[str, str]) -> PgwalError:
+def _connection_failure(error: psycopg2.Error, parameters: dict[str, str]) -> PgwalError:
     text = str(error)
     source = _describe(parameters)
     # libpq's own complaints about the parameters; they may quote a value, which may be a piece of a password.
@@ -300,7 +297,8 @@ def _connection_failure(error: psycopg.Error, parameters: dict[str, str]) -> Pgw
     password = parameters.get("password") or os.environ.get("PGPASSWORD")
     if password and password in said and password not in source:
         said = "(its message is not shown, as it quotes the password)"
-    values = {"said": said, "user": parameters.get("user") or _fill("user"), "dbname": parameters.get("dbname") or _fill("dbname")}
+    user = parameters.get("user") or _fill("user")
+    values = {"said": said, "user": user, "dbname": parameters.get("dbname") or _fill("dbname") or user}
     values |= {"user_sql": quote_ident(values["user"]), "dbname_sql": quote_ident(values["dbname"])}
     if _PASSING.search(said):
         return SourceUnavailable(f"The source {source} takes no connection now: {said}; try again in a while.")
@@ -328,10 +326,5 @@ def _last_reason(text: str) -> str:
 
 
 def _fill(keyword: str) -> str:
-    defaults = {option.keyword: option.val for option in pq.Conninfo.get_defaults()}
-    return _text(defaults.get(keyword.encode()) or defaults.get(b"user") or b"")
-
-
-def _text(octets: bytes) -> str:
-    """What a variable of libpq's holds; it need not be UTF-8."""
-    return octets.decode(errors="replace")
+    """What libpq fills in for a parameter; a variable of its own need not be UTF-8."""
+    return (default_of(keyword) or "").encode(errors="surrogateescape").decode(errors="replace")

@@ -1,6 +1,6 @@
 """Which tables are followed, or will be once the pipeline has run: what can be said before there is a publication."""
 
-import psycopg
+import psycopg2
 
 from pgwal_pipeline.postgres.candidates import candidate_tables
 from pgwal_pipeline.postgres.catalog import PRIMARY_KEY_SQL, Connection, resolve_types, tables_of
@@ -19,7 +19,7 @@ def followed_tables(conn: Connection, publication: str, globs: str) -> list[Rela
             "SELECT pg_catalog.obj_description(oid, 'pg_publication') = %s FROM pg_catalog.pg_publication WHERE pubname = %s",
             [COMMENT, publication],
         ).fetchall()
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise translate(error, "reading the catalog") from error
     published = tables_of(conn, publication) if rows else []
     if rows and not rows[0][0]:
@@ -49,7 +49,7 @@ def _relations(conn: Connection, oids: list[int]) -> list[Relation]:
                 GROUP BY c.oid, n.nspname, c.relname, c.relreplident""".encode(),
             [oids],
         ).fetchall()
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise translate(error, "reading the catalog") from error
     types = resolve_types(conn, {pair for row in rows for pair in zip(row[6], row[7], strict=True)})
     return [

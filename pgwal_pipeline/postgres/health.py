@@ -5,7 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import psycopg
+import psycopg2
 
 from pgwal_pipeline.amounts import duration, size
 from pgwal_pipeline.errors import PgwalError
@@ -75,7 +75,7 @@ def _all_checks(source: _Source) -> Iterator[Check]:
     for name, look in _LOOKS:
         try:
             check = look(source)
-        except psycopg.Error as error:
+        except psycopg2.Error as error:
             check = Check(name, False, str(translate(error, f"looking at {name}")), "See to what the source says, then look again.")
         except PgwalError as error:
             check = Check(name, False, str(error), "Do as the sentence says, then look again.")
@@ -112,7 +112,7 @@ def _replication(source: _Source) -> Check:
     ).fetchall()[0]
     held = f"role {role} has {', '.join(rights)}" if rights else f"role {role} has no REPLICATION"
     try:
-        replication_connection(source.dsn).finish()
+        replication_connection(source.dsn).close()
     except PgwalError as error:
         mend = (
             f"Run ALTER ROLE {quote_ident(role)} REPLICATION (on a managed service grant its replication role), and connect to the server "

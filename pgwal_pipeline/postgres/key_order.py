@@ -120,7 +120,7 @@ class KeyOrder:
 def key_order(conn: Connection, relation: Relation) -> KeyOrder | None:
     """The order of the relation's key where an index has just its columns in their order, all ascending or all descending; else None.
 
-    Raises psycopg.Error.
+    Raises psycopg2.Error.
     """
     rows = conn.execute(
         f"""SELECT i.indexrelid, a.attname::text, k.option,

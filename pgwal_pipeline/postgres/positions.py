@@ -10,17 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import psycopg
-from psycopg import errors
-from psycopg.conninfo import make_conninfo
-from psycopg.pq.abc import PGconn
+import psycopg2
+from psycopg2 import errors, extensions
 
 from pgwal_pipeline.errors import PgwalError, SourceRefused
 from pgwal_pipeline.lsn import parse_lsn
 from pgwal_pipeline.postgres.command import run
+from pgwal_pipeline.postgres.connection import Connection, ReplicationConnection
 from pgwal_pipeline.postgres.dsn import replication_connection, translate
-
-Connection = psycopg.Connection[Any]
 
 _IN_RECOVERY = "pg_catalog.pg_is_in_recovery()"
 FLUSHED = f"CASE WHEN {_IN_RECOVERY} THEN pg_catalog.pg_last_wal_replay_lsn() ELSE pg_catalog.pg_current_wal_flush_lsn() END"
@@ -75,15 +72,13 @@ def stream_position(conn: Connection, *, force: bool = False) -> int:
     try:
         if force and not _one(conn, _IN_RECOVERY):
             _force_flush(walsender)
-        position = run(walsender, "IDENTIFY_SYSTEM").get_value(0, 2)
-        assert position is not None
-        return parse_lsn(position.decode())
-    except psycopg.Error as error:
+        return parse_lsn(run(walsender, "IDENTIFY_SYSTEM").fetchall()[0][2])
+    except psycopg2.Error as error:
         raise translate(error, "asking a walsender for its position") from error
     finally:
-        pid = walsender.backend_pid
-        walsender.finish()
-        with suppress(psycopg.Error):
+        pid = walsender.info.backend_pid
+        walsender.close()
+        with suppress(psycopg2.Error):
             _await_its_end(conn, pid)
 
 
@@ -115,21 +110,20 @@ def _agree(conn: Connection) -> bool:
 
 
 def _server(conn: Connection) -> tuple[Any, ...]:
-    return conn.info.host, conn.info.hostaddr, conn.info.port, conn.info.dbname, conn.info.user
+    info = conn.info
+    return info.host, info.dsn_parameters.get("hostaddr"), info.port, info.dbname, info.user
 
 
 def _dsn_of(conn: Connection) -> str:
     """A DSN that leads to the very server of `conn`, of several that its own may name."""
     info = conn.info
-    parameters = info.get_parameters() | {"host": info.host, "port": str(info.port)}
-    if "hostaddr" in parameters:
-        parameters["hostaddr"] = info.hostaddr
+    parameters = info.dsn_parameters | {"host": info.host, "port": str(info.port)}
     if info.password:
         parameters["password"] = info.password
-    return make_conninfo("", **parameters)
+    return extensions.make_dsn(**parameters)
 
 
-def _force_flush(walsender: PGconn) -> None:
+def _force_flush(walsender: ReplicationConnection) -> None:
     run(walsender, "SET synchronous_commit = local")
     try:
         run(walsender, "SELECT pg_catalog.pg_logical_emit_message(true, 'pgwal', '')")
@@ -154,5 +148,5 @@ def _read(conn: Connection, lsn: str) -> int:
 def _one(conn: Connection, expression: str) -> Any:
     try:
         return conn.execute(f"SELECT {expression}".encode()).fetchall()[0][0]
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise translate(error, "asking where the WAL ends") from error

@@ -5,8 +5,8 @@ Ours is known by its comment. It names its tables one by one, so that a table wh
 
 from dataclasses import dataclass
 
-import psycopg
-from psycopg import errors
+import psycopg2
+from psycopg2 import errors
 
 from pgwal_pipeline.errors import SourceRefused
 from pgwal_pipeline.postgres.candidates import Candidate, candidate_tables
@@ -62,7 +62,7 @@ def ensure(conn: Connection, name: str, globs: str) -> Publication:
     """
     try:
         return _ensure(conn, name, globs)
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise translate(error, f"bringing publication {name} in step with PGWAL_TABLES") from error
 
 
@@ -70,7 +70,7 @@ def oid(conn: Connection, name: str) -> int | None:
     """The oid of the publication, which one that is made anew under the name has not; None where there is none."""
     try:
         rows = conn.execute("SELECT oid::int8 FROM pg_catalog.pg_publication WHERE pubname = %s", [name]).fetchall()
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise translate(error, f"looking at publication {name}") from error
     return rows[0][0] if rows else None
 
@@ -82,7 +82,7 @@ def drop(conn: Connection, name: str) -> bool:
         if found is None or not found.ours:
             return False
         conn.execute(f"DROP PUBLICATION {quote_ident(name)}".encode())
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise translate(error, f"dropping publication {name}") from error
     return True
 

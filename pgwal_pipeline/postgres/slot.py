@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
-import psycopg
-from psycopg import errors
+import psycopg2
+from psycopg2 import errors
 
 from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.errors import PgwalError, SlotBusy
@@ -61,15 +61,15 @@ def create(dsn: str, name: str, *, blocked_timeout: float, warn: Callable[[str],
         try:
             failover = watching.info.server_version >= 170000 and not in_recovery(watching)
             # Should this process die, the server is to give up by itself.
-            with suppress(psycopg.Error):
+            with suppress(psycopg2.Error):
                 making.execute("SET client_connection_check_interval = '2s'")
             milliseconds = (blocked_timeout + 2 * CANCEL_TIMEOUT) * 1000
             making.execute(f"SET statement_timeout = {int(milliseconds) if milliseconds <= _LONGEST_TIMEOUT else 0}".encode())
             command = (
                 f"SELECT pg_catalog.pg_create_logical_replication_slot('{name}', '{PLUGIN}', false, false{', true' if failover else ''})"
             )
-            watched(making.pgconn, command, watching, "Making", name, blocked_timeout, warn)
-        except psycopg.Error as error:
+            watched(making, command, watching, "Making", name, blocked_timeout, warn)
+        except psycopg2.Error as error:
             raise refusal(watching, name, error) from error
         except BaseException:
             with suppress(PgwalError):
@@ -92,15 +92,13 @@ def create_with_snapshot(
             export = "(SNAPSHOT 'export')" if watching.info.server_version >= 150000 else "EXPORT_SNAPSHOT"
             try:
                 command = f'CREATE_REPLICATION_SLOT "{name}" TEMPORARY LOGICAL {PLUGIN} {export}'
-                result = watched(walsender, command, watching, "Making", name, blocked_timeout, warn)
-            except psycopg.Error as error:
+                made = watched(walsender, command, watching, "Making", name, blocked_timeout, warn).fetchone()
+            except psycopg2.Error as error:
                 raise refusal(watching, name, error) from error
-            consistent, exported = result.get_value(0, 1), result.get_value(0, 2)
-            assert consistent is not None
-            assert exported is not None
-            yield parse_lsn(consistent.decode()), exported.decode()
+            assert made is not None
+            yield parse_lsn(made[1]), made[2]
         finally:
-            walsender.finish()
+            walsender.close()
 
 
 def drop(conn: Connection, name: str, *, timeout: float = 10.0) -> bool:
@@ -117,7 +115,7 @@ def drop(conn: Connection, name: str, *, timeout: float = 10.0) -> bool:
             time.sleep(0.05)
         except errors.InsufficientPrivilege as error:
             raise refusal(conn, name, error) from error
-        except psycopg.Error as error:
+        except psycopg2.Error as error:
             raise translate(error, f"dropping slot {name}") from error
         else:
             return True
@@ -138,7 +136,7 @@ def force_flush(conn: Connection) -> bool:
             conn.execute("SELECT pg_catalog.pg_logical_emit_message(true, 'pgwal', '')")
     except errors.InsufficientPrivilege:
         return False
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise translate(error, "forcing a flush of the WAL") from error
     return True
 
@@ -172,7 +170,7 @@ def exclusive(dsn: str, slot_name: str, timeout: float) -> Iterator[None]:
 def _let_go_when_unreachable(conn: Connection) -> None:
     """Have the server notice within a minute that this machine is gone, so that the lock does not outlive it."""
     for setting in ("tcp_keepalives_idle = 20", "tcp_keepalives_interval = 10", "tcp_keepalives_count = 3"):
-        with suppress(psycopg.Error):
+        with suppress(psycopg2.Error):
             conn.execute(f"SET {setting}".encode())
 
 

@@ -5,15 +5,14 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-import psycopg
-from psycopg import errors
+import psycopg2
+from psycopg2 import errors
 
 from pgwal_pipeline.errors import PgwalError, SlotBusy, SlotLost, SourceRefused
 from pgwal_pipeline.postgres import positions
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import connect, translate
 from pgwal_pipeline.relation import quote_ident
-
-Connection = psycopg.Connection[Any]
 
 PLUGIN = "pgoutput"
 
@@ -120,7 +119,7 @@ def require_kind(state: SlotState, database: str) -> None:
         )
 
 
-def refusal(conn: Connection, name: str, error: psycopg.Error) -> PgwalError:
+def refusal(conn: Connection, name: str, error: psycopg2.Error) -> PgwalError:
     """What to raise where the server would not make or read the slot, with what to change.
 
     The slot and the settings are looked at, for the server may word its refusal in any language.
@@ -164,7 +163,7 @@ def refusal(conn: Connection, name: str, error: psycopg.Error) -> PgwalError:
     return translate(error, f"working on slot {name}")
 
 
-def explain(dsn: str, name: str, error: psycopg.Error) -> PgwalError:
+def explain(dsn: str, name: str, error: psycopg2.Error) -> PgwalError:
     """As `refusal`, for a slot that must be there and could not be read; looks at it on a connection of its own."""
     if _connection_trouble(error):
         return translate(error, f"starting to read slot {name}")
@@ -209,12 +208,14 @@ def first_row(conn: Connection, doing: str, statement: str, *params: Any) -> tup
     """Run one statement; its first row. Raises what `translate` makes of an error, `doing` what it says."""
     try:
         return conn.execute(statement.encode(), params).fetchone()
-    except psycopg.Error as error:
+    except psycopg2.Error as error:
         raise translate(error, doing) from error
 
 
-def _connection_trouble(error: psycopg.Error) -> bool:
-    return error.sqlstate is None or (error.sqlstate[:2] in ("08", "53", "57") and not isinstance(error, errors.ConfigurationLimitExceeded))
+def _connection_trouble(error: psycopg2.Error) -> bool:
+    if isinstance(error, errors.DuplicateObject):  # may be ours, with no SQLSTATE
+        return False
+    return error.pgcode is None or (error.pgcode[:2] in ("08", "53", "57") and not isinstance(error, errors.ConfigurationLimitExceeded))
 
 
 def _bytes(lsn: str) -> str:

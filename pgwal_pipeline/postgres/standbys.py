@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 
-import psycopg
+import psycopg2
 
 from pgwal_pipeline.errors import SourceUnavailable
 from pgwal_pipeline.postgres.dsn import connect, translate
@@ -26,7 +26,7 @@ def held_back(dsn: str, slot: str) -> str | None:
                 "WHERE s.slot_name = %s AND a.wait_event = 'WaitForStandbyConfirmation'",
                 [slot],
             ).fetchone()
-        except psycopg.Error as error:
+        except psycopg2.Error as error:
             raise translate(error, f"looking at what slot {slot} waits for") from error
     return None if row is None else str(row[0])
 

@@ -1,52 +1,67 @@
 """The stream of a logical replication slot: whole pgoutput messages as the server sent them, and what is reported back.
 
-Nothing moves the slot but `confirm`. Keepalives are answered with the last LSN that was confirmed, however far the server has read: what
-was received is not yet durable.
+Nothing moves the slot but `confirm`. Status updates have the last LSN that was confirmed, however far the server has read: what was
+received is not yet durable.
 """
 
 import fcntl
 import re
 import select
-import struct
 import termios
 import time
 from array import array
-from contextlib import closing, suppress
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from itertools import repeat
 from types import TracebackType
 from typing import Self
 
-import psycopg
-from psycopg import errors
-from psycopg.pq import DiagnosticField, ExecStatus
-from psycopg.pq.abc import PGconn, PGresult
+import psycopg2
 
 from pgwal_pipeline.errors import ChangeNotSent, PgwalError, PublicationMissing, SourceRefused, SourceUnavailable
 from pgwal_pipeline.lsn import format_lsn
 from pgwal_pipeline.postgres.command import run
+from pgwal_pipeline.postgres.connection import ReplicationConnection, wait
+from pgwal_pipeline.postgres.driver import reading_cursor
 from pgwal_pipeline.postgres.dsn import connect, replication_connection, translate
 from pgwal_pipeline.postgres.slot_state import explain
 
-HEADER_BYTES = 25
-"""What stands before the payload of each message: 'w', the WAL's start and end (u64 each), the server's clock (i64)."""
-
 _IN_CHANGE = re.compile(r"in the change callback, associated LSN ([0-9A-F]+/[0-9A-F]+)")
 _MOST_MESSAGES = 20_000
-_KEEPALIVE = struct.Struct(">cQqB")
-_STATUS_UPDATE = struct.Struct(">cQQQqB")
-_POSTGRES_EPOCH = 946_684_800  # 2000-01-01 in Unix time, seconds
+_ENVELOPE = 25  # bytes that come with each payload: the kind of message, two LSNs, the server's clock
 
 _LONGEST_INTERVAL = 10.0  # seconds between two status updates
-_LEAST_INTERVAL = 0.1  # the same, for a server that asks again at every answer, as one does that would shut down
+_LEAST_INTERVAL = 0.1  # the same, for answers to a server that asks again at every one
 _LEAST_SILENCE = 60.0  # seconds without a sign of the server before its state is looked up
 _LINGER = 0.02  # seconds without a message after which a read gives what it has
+_NEVER = 2e9  # seconds: status updates are sent here, at times that are chosen here
 
 # The walsender sends each message by itself. A reader that is woken by each of them spends more on waking than on reading, so after a
 # small gain it sleeps while more gathers, but not for so long that a Unix socket's buffer (208 kB, some 200 messages) fills up meanwhile.
 _PAUSE = 0.0003
 _SMALL_GAIN = 8 << 10  # bytes
 _WORTH_READING = 4 << 10  # bytes waiting in the socket
-_MOST_CALLS = 64
+
+_HANG_UP = getattr(select, "POLLRDHUP", 0)  # where there is none, POLLHUP and POLLERR are told in any case
+_STANDBYS = "synchronized_standby_slots"
+_QUOTES = "[\"'`«»‹›„“”‚‘’「」『』]"
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Messages in the order they came: their payloads, and where each stands in the WAL, 0 for those that have no place."""
+
+    payloads: Sequence[bytes] = ()
+    positions: Sequence[int] = field(default_factory=lambda: array("Q"))
+
+    def __len__(self) -> int:
+        return len(self.payloads)
+
+    @property
+    def size(self) -> int:
+        """Bytes that they took on the way."""
+        return sum(map(len, self.payloads)) + _ENVELOPE * len(self.payloads)
 
 
 class ReplicationStream:
@@ -61,9 +76,11 @@ class ReplicationStream:
     silence_limit: float
     """Seconds without any message, though answers were asked for, after which the walsender's state is looked up on another connection."""
 
-    def __init__(self, pgconn: PGconn, *, dsn: str, slot: str, publication: str, sender_timeout: float) -> None:
-        """`pgconn` is in COPY_BOTH already; `sender_timeout` is the server's wal_sender_timeout in seconds, 0 where it has none."""
-        self._pgconn = pgconn
+    def __init__(self, conn: ReplicationConnection, *, dsn: str, slot: str, publication: str, sender_timeout: float) -> None:
+        """`conn` replicates nothing yet; `sender_timeout` is the server's wal_sender_timeout in seconds, 0 where it has none."""
+        self._conn = conn
+        self._reading = reading_cursor(conn)
+        self._telling = conn.cursor()
         self.dsn = dsn
         self.slot = slot
         self._publication = publication
@@ -71,20 +88,23 @@ class ReplicationStream:
         self.silence_limit = max(_LEAST_SILENCE, 2 * sender_timeout)
         self._server_position = 0
         self._confirmed = 0
-        self._calls = 2
+        # A part of a TLS record may wait inside of libpq, where neither the socket nor the first answer tells of it.
+        self._doubts = int(conn.info.ssl_in_use)
         self._available = array("i", [0])
-        self._socket = pgconn.socket
+        self._socket = conn.fileno()
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self._warning: PGresult | None = None
+        self._hang_up = select.poll()
+        self._hang_up.register(self._socket, _HANG_UP)
         self._failure: PgwalError | None = None
-        self._rest: list[memoryview] = []
+        self._rest = Messages()
         now = time.monotonic()
         self._due = now + self._interval
-        self._told = self._asked = 0.0
+        self._asked = 0.0
         self._heard = now
         self._looked = now
-        pgconn.notice_handler = self._notice
+        self._next_answer = 0.0
+        self._last_io = self._reading.io_timestamp
 
     @classmethod
     def open(cls, dsn: str, slot: str, publication: str, start_lsn: int, *, server_version: int) -> Self:
@@ -93,21 +113,24 @@ class ReplicationStream:
         Sent are the changes of `publication`, whole transactions in commit order. `server_version` as in `server_version_num`. Raises
         SlotBusy while the slot is read by another, SlotLost where it is gone or invalidated, SourceRefused, SourceUnavailable.
         """
-        pgconn = replication_connection(dsn)
+        conn = replication_connection(dsn)
         try:
-            return cls.begin(pgconn, dsn, slot, publication, start_lsn, server_version=server_version)
+            return cls.begin(conn, dsn, slot, publication, start_lsn, server_version=server_version)
         except BaseException as error:
-            pgconn.finish()
-            if isinstance(error, psycopg.Error):
+            conn.close()
+            if isinstance(error, psycopg2.Error):
                 raise explain(dsn, slot, error) from error
             raise
 
     @classmethod
-    def begin(cls, pgconn: PGconn, dsn: str, slot: str, publication: str, start_lsn: int, *, server_version: int) -> Self:
-        """As `open`, on a walsender's session that is there already. Raises psycopg.Error, and leaves the session open then."""
-        setting = run(pgconn, "SELECT setting FROM pg_catalog.pg_settings WHERE name = 'wal_sender_timeout'").get_value(0, 0)
-        run(pgconn, start_command(slot, publication, start_lsn, server_version))
-        return cls(pgconn, dsn=dsn, slot=slot, publication=publication, sender_timeout=int(setting or 0) / 1000)
+    def begin(cls, conn: ReplicationConnection, dsn: str, slot: str, publication: str, start_lsn: int, *, server_version: int) -> Self:
+        """As `open`, on a walsender's session that is there already. Raises psycopg2.Error, and leaves the session open then."""
+        setting = run(conn, "SELECT setting FROM pg_catalog.pg_settings WHERE name = 'wal_sender_timeout'").fetchall()[0][0]
+        stream = cls(conn, dsn=dsn, slot=slot, publication=publication, sender_timeout=int(setting or 0) / 1000)
+        command = start_command(slot, publication, start_lsn, server_version)
+        stream._reading.start_replication_expert(command.encode(), decode=False, status_interval=_NEVER)
+        wait(conn)
+        return stream
 
     def __enter__(self) -> Self:
         return self
@@ -117,7 +140,7 @@ class ReplicationStream:
 
     @property
     def server_position(self) -> int:
-        """The largest LSN announced by a keepalive: every transaction that committed below it has been sent. 0 before the first one."""
+        """The largest LSN announced by the server: every transaction that committed below it has been sent. 0 before the first one."""
         return self._server_position
 
     @property
@@ -125,8 +148,8 @@ class ReplicationStream:
         """The LSN last confirmed on this stream, 0 before the first one."""
         return self._confirmed
 
-    def read(self, max_bytes: int, timeout: float) -> list[memoryview]:
-        """The next messages, each with its header of `HEADER_BYTES`; an empty list where none came.
+    def read(self, max_bytes: int, timeout: float) -> Messages:
+        """The next messages; none where none came.
 
         Gives what it has once that is `max_bytes` or 20,000 messages, when `timeout` is over, or when nothing more has come for a moment,
         be it only a keepalive that moved `server_position`. Answers the server meanwhile. Raises, when all that came before has been
@@ -135,10 +158,10 @@ class ReplicationStream:
         """
         if self._failure is not None:
             return self._last_messages(self._failure)
-        get, consume = self._pgconn.get_copy_data, self._pgconn.consume_input
-        messages: list[memoryview] = []
-        append = messages.append
-        size = 0
+        payloads, positions = list[bytes](), array("Q")
+        messages = Messages(payloads, positions)
+        add, place, read = payloads.append, positions.append, self._reading.read_message
+        size, roused = 0, False
         before = self._server_position
         now = time.monotonic()
         deadline = now + timeout
@@ -146,42 +169,49 @@ class ReplicationStream:
             self._heard = now  # nobody listened, so there was no silence
         try:
             while True:
-                had = size
-                for _ in repeat(None, _MOST_MESSAGES - len(messages)):
-                    length, message = get(1)
-                    if length < HEADER_BYTES:
-                        if length <= 0:
+                if self._next_answer > now:
+                    time.sleep(self._next_answer - now)
+                had, message, doubts = size, None, self._doubts
+                for _ in repeat(None, _MOST_MESSAGES - len(payloads)):
+                    message = read()
+                    if message is None:
+                        if not doubts:
                             break
-                        self._keepalive(message)
+                        doubts -= 1
                         continue
-                    append(message)
-                    size += length
+                    payload = message.payload
+                    add(payload)
+                    place(message.data_start)
+                    size += len(payload) + _ENVELOPE
                     if size >= max_bytes:
                         break
-                else:
-                    length = 1
-                if length < 0:
-                    return self._last_messages(self._end(None, messages))
                 now = time.monotonic()
-                if size > had:
+                if roused or size > had:
                     self._heard = now
-                if now >= self._due:
+                if now >= self._due and not self._hung_up():
                     self._report(ask=now - self._heard >= self._interval)
-                if length > 0 or now >= deadline:
+                if message is not None:
                     return messages
-                if self._warning is not None:
-                    raise self._missing_publication()
+                self._server_position = max(self._server_position, self._reading.wal_end)
+                if now >= deadline:
+                    self._heed_notices()
+                    return messages
+                if size == had:
+                    self._count_answers(now)
                 if not self._more_at_hand(size - had):
                     until = min(deadline, self._due)
-                    lingers = now + _LINGER < until and bool(messages or self._server_position > before)
-                    if not self._poll.poll((_LINGER if lingers else until - now) * 1000):
-                        if lingers:
-                            return messages
+                    lingers = now + _LINGER < until and bool(payloads or self._server_position > before)
+                    roused = bool(self._poll.poll(max(0.0, _LINGER if lingers else until - now) * 1000))
+                    if not roused and lingers:
+                        self._heed_notices()
+                        return messages
+                    if not roused:
                         self._mind_silence()
-                        continue
-                for _ in repeat(None, self._calls):
-                    consume()
-        except psycopg.Error as error:
+                    now = time.monotonic()
+                else:
+                    roused = False
+        except psycopg2.Error as error:
+            self._server_position = before  # a warning of what is missing before it may not have been heard
             return self._last_messages(self._end(error, messages))
         finally:
             self._looked = time.monotonic()
@@ -210,8 +240,8 @@ class ReplicationStream:
             self._tell(ask=False)
 
     def close(self) -> None:
-        """End the connection at once, whatever is under way; twice is once."""
-        self._pgconn.finish()
+        """End the connection at once, whatever is under way. It may be closed already."""
+        self._conn.close()
 
     def _more_at_hand(self, gain: int) -> bool:
         """Whether to read on without waiting, judged by the last gain (bytes) and by what waits in the socket."""
@@ -219,52 +249,73 @@ class ReplicationStream:
             return True
         fcntl.ioctl(self._socket, termios.FIONREAD, self._available)
         if self._available[0] >= _WORTH_READING:
-            # Encrypted: a call takes one record, and a record is one message.
-            self._calls = min(_MOST_CALLS, self._calls * 2)
             return True
-        self._calls = max(2, self._calls // 2)
         if gain:
             time.sleep(_PAUSE)
         return gain > 0
 
-    def _keepalive(self, message: memoryview) -> None:
-        kind, position, _, answer = _KEEPALIVE.unpack(message)
-        if kind != b"k":
-            return
-        self._heard = time.monotonic()
-        self._server_position = max(self._server_position, position)
-        if answer and self._heard - self._told >= _LEAST_INTERVAL:
-            self._report(ask=False)
-        elif answer:
-            self._due = min(self._due, self._told + _LEAST_INTERVAL)
+    def _count_answers(self, now: float) -> None:
+        """psycopg2 answers a keepalive that asks for it when it is read, and a server that would shut down asks again at every answer.
+
+        So keepalives that come alone are read no faster than one in `_LEAST_INTERVAL`, but for the first few.
+        """
+        before, self._last_io = self._last_io, self._reading.io_timestamp
+        if before != self._last_io:
+            self._next_answer = max(self._next_answer, now - 2 * _LEAST_INTERVAL) + _LEAST_INTERVAL
 
     def _tell(self, *, ask: bool) -> None:
         if self._failure is not None:
             return
         try:
+            if self._hung_up():
+                self._read_to_the_end()
             self._report(ask=ask)
-        except psycopg.Error as error:
-            self._end(error, [])
+        except psycopg2.Error as error:
+            self._end(error, self._rest)
 
     def _report(self, *, ask: bool) -> None:
         """Send a status update; `ask` for an answer to it."""
-        clock = int((time.time() - _POSTGRES_EPOCH) * 1_000_000)
-        update = _STATUS_UPDATE.pack(b"r", self._confirmed, self._confirmed, self._confirmed, clock, ask)
-        self._pgconn.put_copy_data(update)
-        # What the socket does not take now (its peer takes nothing) goes out with the next update.
-        self._pgconn.flush()
-        self._told = time.monotonic()
+        lsn, now = self._confirmed, time.monotonic()
+        try:
+            self._telling.send_feedback(write_lsn=lsn, flush_lsn=lsn, apply_lsn=lsn, reply=ask, force=True)
+        except psycopg2.Error:
+            # What the socket does not take now (its peer takes nothing) goes out with the next update. An end is told by a read.
+            if self._conn.closed:
+                raise
         if ask:
-            self._asked = self._told
-        self._due = self._told + self._interval
+            self._asked = now
+        self._due = now + self._interval
 
-    def _notice(self, result: PGresult) -> None:
+    def _hung_up(self) -> bool:
+        """Whether the other side has ended the connection. Writing to it then would lose what came before the end and is not read yet."""
+        return bool(self._hang_up.poll(0))
+
+    def _read_to_the_end(self) -> None:
+        """Read what came before the connection's end, to be given by `read`. Raises psycopg2.Error."""
+        payloads, positions = [*self._rest.payloads], array("Q", self._rest.positions)
+        self._rest = Messages(payloads, positions)
+        deadline = time.monotonic() + _LONGEST_INTERVAL
+        while time.monotonic() < deadline:
+            message = self._reading.read_message()
+            if message is not None:
+                payloads.append(message.payload)
+                positions.append(message.data_start)
+
+    def _heed_notices(self) -> None:
         """From 18 on a publication that is missing at a point of the WAL is a warning, and its changes are left out.
 
-        Its code alone says less: a standby that holds a failover slot back is warned of by the same.
+        The server writes it in its own language, but always with the publication's name in quotes. Of standbys that hold a failover slot
+        back it warns too, and names their setting. Raises PublicationMissing.
         """
-        if result.error_field(DiagnosticField.SOURCE_FUNCTION) == b"LoadPublications":
-            self._warning = result
+        # Makes Python's list of what libpq was told. It reads on, too: with messages still to be taken, an end it met would hide them.
+        self._conn.poll()
+        notices = self._conn.notices
+        found = any(
+            re.search(f"{_QUOTES}\\s?{re.escape(self._publication)}\\s?{_QUOTES}", text) for text in notices if _STANDBYS not in text
+        )
+        notices.clear()
+        if found:
+            raise self._missing_publication()
 
     def _missing_publication(self) -> PgwalError:
         return self._fail(
@@ -275,37 +326,26 @@ class ReplicationStream:
             )
         )
 
-    def _last_messages(self, failure: PgwalError) -> list[memoryview]:
+    def _last_messages(self, failure: PgwalError) -> Messages:
         """What a stream that has failed still brought, once; then the failure is raised."""
         if not self._rest:
             raise failure
-        rest, self._rest = self._rest, []
+        rest, self._rest = self._rest, Messages()
         return rest
 
-    def _end(self, error: psycopg.Error | None, messages: list[memoryview]) -> PgwalError:
-        """What to raise now that nothing more comes: the server's last words rather than libpq's `error`.
-
-        `messages`, and those that libpq has read already, are left for `_last_messages`.
-        """
+    def _end(self, error: psycopg2.Error, messages: Messages) -> PgwalError:
+        """What to raise now that nothing more comes; `messages` are left for `_last_messages`."""
         self._rest = messages
-        with suppress(psycopg.Error):
-            while (came := self._pgconn.get_copy_data(1))[0] > 0:
-                if came[0] >= HEADER_BYTES:
-                    self._rest.append(came[1])
-        result = self._pgconn.get_result()
-        failure = self._said(error, result)
+        failure = self._said(error)
         failure.__cause__ = error
         return self._fail(failure)
 
-    def _said(self, error: psycopg.Error | None, result: PGresult | None) -> PgwalError:
-        if result is not None and result.status == ExecStatus.FATAL_ERROR:
-            said = errors.error_from_result(result)
-            error = said if said.sqlstate or error is None else error
-        if error is None:
+    def _said(self, error: psycopg2.Error) -> PgwalError:
+        if error.pgcode is None and not self._conn.closed:
             return SourceUnavailable(
                 f"The source ended the stream of slot {self.slot}, as it does when it shuts down; run it again when it is back."
             )
-        if error.sqlstate == "42704":
+        if error.pgcode == "42704":
             return self._missing_publication()
         found = translate(error, f"reading slot {self.slot}")
         at = _IN_CHANGE.search(error.diag.context or "")

@@ -1,6 +1,6 @@
 """Timelines: what the WAL of a server that was promoted has in common with that of the server before."""
 
-import psycopg
+import psycopg2
 
 from pgwal_pipeline.lsn import parse_lsn
 from pgwal_pipeline.postgres.command import run
@@ -13,12 +13,13 @@ def left_at(dsn: str, old: int, new: int) -> int | None:
     A timeline's history file has a line for each one before it: its number, where it was left, and why. Raises what `translate` makes of
     the server's errors.
     """
-    pgconn = replication_connection(dsn)
+    walsender = replication_connection(dsn)
     try:
-        history = run(pgconn, f"TIMELINE_HISTORY {new}").get_value(0, 1) or b""
-    except psycopg.Error as error:
+        (_, history) = run(walsender, f"TIMELINE_HISTORY {new}").fetchall()[0]
+    except psycopg2.Error as error:
         raise translate(error, f"reading the history of timeline {new}") from error
     finally:
-        pgconn.finish()
-    lines = (line.split("\t") for line in history.decode(errors="replace").splitlines())
+        walsender.close()
+    text = history if isinstance(history, str) else bytes(history).decode(errors="replace")  # text from 15 on, bytes before
+    lines = (line.split("\t") for line in text.splitlines())
     return next((parse_lsn(parts[1].strip()) for parts in lines if len(parts) > 1 and parts[0].strip() == str(old)), None)

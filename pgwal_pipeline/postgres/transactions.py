@@ -4,11 +4,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import psycopg
+import psycopg2
 
 from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.errors import BlockedByTransaction, SourceUnavailable
 from pgwal_pipeline.postgres.blockers import Blocker, describe
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import translate
 
 _WARN_AFTER = 5.0
@@ -34,7 +35,7 @@ ORDER BY 6 DESC NULLS LAST
 """
 
 
-def wait_for_transactions(conn: psycopg.Connection[Any], xid64: int, timeout: float, warn: Callable[[str], None]) -> None:
+def wait_for_transactions(conn: Connection, xid64: int, timeout: float, warn: Callable[[str], None]) -> None:
     """Wait until every transaction with a number (64 bits) below `xid64` has ended, prepared ones too, whatever database they are in.
 
     After 5 s `warn` is told who is waited for, and again when that changes. Raises BlockedByTransaction, naming them, after `timeout`
@@ -59,18 +60,18 @@ def wait_for_transactions(conn: psycopg.Connection[Any], xid64: int, timeout: fl
                 if who != named:
                     named = who
                     warn(f"Tables that joined the publication are not read before older transactions end: {text}.")
-        except psycopg.Error as error:
+        except psycopg2.Error as error:
             raise translate(error, "waiting for open transactions") from error
         time.sleep(max(0.0, min(pause, started + timeout - now)))
         pause = min(1.0, pause * 1.5)
 
 
-def older_transactions(conn: psycopg.Connection[Any], xid64: int) -> list[Blocker]:
+def older_transactions(conn: Connection, xid64: int) -> list[Blocker]:
     """The open transactions with a number below `xid64`, the oldest first. A standby knows none of its primary's."""
     return [Blocker(*row) for row in conn.execute(_OLDER_SQL.encode(), {"xid": xid64 & 0xFFFFFFFF})]
 
 
-def begin_snapshot(conn: psycopg.Connection[Any]) -> str:
+def begin_snapshot(conn: Connection) -> str:
     """Begin a REPEATABLE READ, READ ONLY transaction on an autocommit connection and say which transactions it sees.
 
     The answer is as `pg_current_snapshot()` has it, `xmin:xmax:xid,…`: those below xmax that are not listed are seen, and no others. On a
@@ -109,15 +110,15 @@ def begin_snapshot(conn: psycopg.Connection[Any]) -> str:
             )
 
 
-def _whom(conn: psycopg.Connection[Any], xid64: int) -> tuple[str, str]:
+def _whom(conn: Connection, xid64: int) -> tuple[str, str]:
     """Those that are waited for, in words, and what tells them from others."""
     found = older_transactions(conn, xid64)
     return describe(found), " ".join(str(blocker.pid or blocker.gid) for blocker in found)
 
 
-def _oldest_running(conn: psycopg.Connection[Any]) -> int:
+def _oldest_running(conn: Connection) -> int:
     return _one(conn, "SELECT pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())::text::int8")[0]
 
 
-def _one(conn: psycopg.Connection[Any], query: str, values: dict[str, Any] | None = None) -> tuple[Any, ...]:
+def _one(conn: Connection, query: str, values: dict[str, Any] | None = None) -> tuple[Any, ...]:
     return conn.execute(query.encode(), values).fetchall()[0]

@@ -2,17 +2,15 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
-import psycopg
-from psycopg.pq.abc import PGconn, PGresult
+import psycopg2
+from psycopg2 import errors
 
 from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.errors import BlockedByTransaction
 from pgwal_pipeline.postgres import blockers
 from pgwal_pipeline.postgres.command import cancel, run
-
-Connection = psycopg.Connection[Any]
+from pgwal_pipeline.postgres.connection import Connection, Cursor, ReplicationConnection
 
 _WARN_AFTER = 5.0  # seconds of waiting before those who are waited for are named
 _LOOK_EVERY = 1.0  # seconds between two looks at them
@@ -21,20 +19,26 @@ _DONE = {"Making": "made", "Copying": "copied"}
 
 
 def watched(
-    pgconn: PGconn, command: str, watching: Connection, doing: str, name: str, timeout: float, warn: Callable[[str], None]
-) -> PGresult:
+    conn: Connection | ReplicationConnection,
+    command: str,
+    watching: Connection,
+    doing: str,
+    name: str,
+    timeout: float,
+    warn: Callable[[str], None],
+) -> Cursor:
     """Run the `command` that makes slot `name`; `doing` is "Making" or "Copying".
 
     Those whom the server waits for are named through `warn` after 5 s, and BlockedByTransaction is raised after `timeout` seconds. When the
-    wait ends otherwise than by the server's answer, the command is cancelled there first. Raises psycopg.Error for what the server says.
+    wait ends otherwise than by the server's answer, the command is cancelled there first. Raises psycopg2.Error for what the server says.
     """
-    watch = _Watch(watching, pgconn.backend_pid, doing, name, timeout, warn)
+    watch = _Watch(watching, conn.info.backend_pid, doing, name, timeout, warn)
     try:
-        return run(pgconn, command, on_wait=watch)
-    except psycopg.Error:
+        return run(conn, command, on_wait=watch)
+    except psycopg2.Error:
         raise
     except BaseException:
-        cancel(pgconn, watching)
+        cancel(conn, watching)
         raise
 
 
@@ -91,7 +95,7 @@ class _Watch:
                     found = blockers.at_slots(self._conn, self._pid)
                     who = f", which one of these has: {blockers.describe(found)}" if found else ""
                     return f"{event}{who}", " ".join([event, *(str(blocker.pid) for blocker in found)])
-        except psycopg.errors.LockNotAvailable:
+        except errors.LockNotAvailable:
             text = "a session that has locked a table of the catalog (pg_locks names it, once it can be read)"
             return text, text
         if self._doing == "Making":

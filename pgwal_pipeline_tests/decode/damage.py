@@ -3,7 +3,6 @@
 import random
 import re
 
-HEADER = 25
 _LENGTHS = re.compile(rb"t(?=\0\0)|(?=\xff\xff\xff\xff)|(?=\0\0\0)")  # where a text's length is likely to stand: after the match
 _COUNTS = re.compile(rb"[NKO](?=\0)")
 _EXTREMES = [b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\0\0\0\0", b"\x80\0\0\0", b"\x00\x7f\xff\xff", b"\0\0\0\1", b"\xff\xff\xff\xfe"]
@@ -19,9 +18,7 @@ def damaged(messages: list[bytes], chance: random.Random, most: int = 5) -> tupl
             break
         index = chance.randrange(len(messages))
         octets = bytearray(messages[index] or b"?")
-        # The header's clock and positions mean nothing to the decoder, so most of the damage goes behind them.
-        least = 0 if chance.random() < 0.1 else min(HEADER, len(octets) - 1)
-        damage(octets, chance, least, messages[chance.randrange(len(messages))])
+        damage(octets, chance, 0, messages[chance.randrange(len(messages))])
         match chance.randrange(24):
             case 0:
                 del messages[index]

@@ -167,11 +167,8 @@ class Reference:
     def feed(self, message: bytes) -> None:
         if self.passed_end:
             return
-        if message[:1] != b"w" or len(message) < 26:
-            raise BrokenError
-        payload = message[25:]
         try:
-            self._take(payload[:1], payload)
+            self._take(message[:1], message)
         except (struct.error, IndexError, KeyError, ValueError):
             raise BrokenError from None
 

@@ -8,7 +8,7 @@ from pgwal_pipeline_tests.decode import wire
 from pgwal_pipeline_tests.decode.wire import Wire, numeric, table
 
 _items = table("ïtems", {"id": wire.INT4, "price": numeric(12, 2)}, oid=4_000_000_000)
-RELATION = Wire().relation(_items).messages[0][25:]
+RELATION = Wire().relation(_items).messages[0]
 TRUNCATE = b"T" + struct.pack(">IBII", 2, 3, 10, 4_000_000_000)
 TYPE = b"Y" + struct.pack(">I", 77) + b"shop\0mood\0"
 ORIGIN = b"O" + struct.pack(">Q", 5) + b"elsewhere\0"

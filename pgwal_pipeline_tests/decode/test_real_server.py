@@ -162,7 +162,7 @@ def read_all(source: Source, decoder: Decoder, stream: ReplicationStream, max_by
         assert time.monotonic() < deadline
         messages = stream.read(max_bytes, 0.2)
         if messages:
-            fed.append(decoder.feed(messages))
+            fed.append(decoder.feed(messages.payloads, messages.positions))
         else:
             stream.request_reply()
     return fed

@@ -88,15 +88,12 @@ def row(values: Sequence[Value]) -> bytes:
     return struct.pack(">H", len(values)) + b"".join(map(_cell, values))
 
 
-def framed(payload: bytes, lsn: int = 0) -> bytes:
-    return b"w" + struct.pack(">QQq", lsn, lsn, 0) + payload
-
-
 @dataclass
 class Wire:
     """Collects messages. The WAL position goes up with every message; xids count from 700."""
 
     messages: list[bytes] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     lsn: int = 0x1_0000_1000
     xid: int = 699
     _commit_lsn: int = 0
@@ -104,7 +101,8 @@ class Wire:
 
     def add(self, payload: bytes, lsn: int | None = None) -> "Wire":
         self.lsn += 0x40
-        self.messages.append(framed(payload, self.lsn if lsn is None else lsn))
+        self.messages.append(payload)
+        self.positions.append(self.lsn if lsn is None else lsn)
         return self
 
     def relation(self, relation: Relation) -> "Wire":

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable
 
-import psycopg
+import psycopg2
+import psycopg2.errors
 import pytest
 
 from pgwal_pipeline.demo.invariants import INVARIANTS, TABLES
 from pgwal_pipeline.demo.shop import is_seeded, seed
 from pgwal_pipeline.demo.workload import DEEDS, Workload
 from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline_tests.support import Source, wait_for
 
 
@@ -84,7 +86,7 @@ def test_the_rate_is_kept(source: Source) -> None:
 
 def test_the_workload_outlives_its_server(make_server: Callable[..., Postgres]) -> None:
     server = make_server()
-    with psycopg.connect(server.dsn(), autocommit=True) as conn:
+    with plain_session(server.dsn()) as conn:
         seed(conn, customers=10, products=12, orders=30)
     workload = Workload(server.dsn(), rate=200, seed=1)
     workload.start()
@@ -106,7 +108,7 @@ def test_an_error_of_another_kind_ends_the_workload_and_is_kept(source: Source) 
     workload = Workload(source.dsn, rate=200, threads=1)
     workload.start()
     wait_for(lambda: workload.error, what="the error")
-    assert isinstance(workload.error, psycopg.errors.UndefinedTable)
+    assert isinstance(workload.error, psycopg2.errors.UndefinedTable)
     assert workload.stop()
 
 

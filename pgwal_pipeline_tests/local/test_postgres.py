@@ -12,13 +12,15 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import psycopg
+import psycopg2
 import pytest
+from psycopg2.extensions import make_dsn
 
 from pgwal_pipeline.errors import PgwalError, SettingError
 from pgwal_pipeline.local import installations
 from pgwal_pipeline.local.postgres import Installation, Postgres, default_installation, servers
 from pgwal_pipeline.local.process import free_port, port_free
+from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline_tests.support import Source, wait_for
 
 _FAST = {"fsync": "off", "shared_buffers": "16MB"}
@@ -31,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
     """A server as the demo has it, with a table; its data is made once for all tests here."""
     made = Postgres(tmp_path_factory.mktemp("launcher") / "data", settings=_FAST)
     made.start()
-    with psycopg.connect(made.dsn()) as connection:
+    with plain_session(made.dsn()) as connection:
         connection.execute("create table kept (id int)")
     yield made
     made.destroy()
@@ -46,14 +48,14 @@ def stopped(server: Postgres) -> Iterator[Postgres]:
 
 
 def _rows(server: Postgres) -> int:
-    with psycopg.connect(server.dsn()) as connection:
+    with plain_session(server.dsn()) as connection:
         row = connection.execute("select count(*) from kept").fetchone()
     assert row is not None
     return row[0]
 
 
 def _add(server: Postgres) -> None:
-    with psycopg.connect(server.dsn()) as connection:
+    with plain_session(server.dsn()) as connection:
         connection.execute("insert into kept values (1)")
 
 
@@ -79,11 +81,11 @@ def test_data_and_port_stay_over_a_restart(server: Postgres) -> None:
 
 def test_committed_rows_outlive_a_kill(server: Postgres) -> None:
     before = _rows(server)
-    with psycopg.connect(server.dsn()) as connection:
+    with plain_session(server.dsn()) as connection:
         connection.execute("insert into kept values (1)")
         connection.commit()
         server.kill()
-        with pytest.raises(psycopg.OperationalError):
+        with pytest.raises(psycopg2.OperationalError):
             connection.execute("select 1")
     assert not server.running
     server.start()
@@ -91,12 +93,12 @@ def test_committed_rows_outlive_a_kill(server: Postgres) -> None:
 
 
 def test_a_password_over_tcp_and_none_through_the_socket(server: Postgres) -> None:
-    with psycopg.connect(server.dsn()) as connection:
+    with plain_session(server.dsn()) as connection:
         assert connection.info.host == "127.0.0.1"
     for wrong in ("", "wrong"):
-        with pytest.raises(psycopg.OperationalError, match="password"):
-            psycopg.connect(server.dsn(password=wrong))
-    with psycopg.connect(host=str(server.socket_dir), port=server.port, user="postgres"):
+        with pytest.raises(psycopg2.OperationalError, match="password"):
+            plain_session(server.dsn(password=wrong))
+    with plain_session(make_dsn(host=str(server.socket_dir), port=server.port, user="postgres")):
         pass
     assert server.socket_dir.stat().st_mode & 0o077 == 0
     password = (server.data_dir / "pgwal_password").read_text()
@@ -105,10 +107,10 @@ def test_a_password_over_tcp_and_none_through_the_socket(server: Postgres) -> No
 
 
 def test_dsn_takes_any_name(server: Postgres) -> None:
-    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+    with plain_session(server.dsn()) as connection:
         connection.execute('create database "a b/c?"')
         connection.execute("create role \"o'r@x\" login password 'p:w/d'")
-    with psycopg.connect(server.dsn("a b/c?", "o'r@x", password="p:w/d")) as connection:
+    with plain_session(server.dsn("a b/c?", "o'r@x", password="p:w/d")) as connection:
         assert (connection.info.dbname, connection.info.user) == ("a b/c?", "o'r@x")
 
 

@@ -6,10 +6,11 @@ Everything follows from the seed but what the server itself decides. A statement
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-import psycopg
+import psycopg2
+import psycopg2.errors
 
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.relation import quote_ident
 from pgwal_pipeline_tests.support import Source
 
@@ -63,7 +64,7 @@ class Table:
 
 @dataclass
 class Writer:
-    connection: psycopg.Connection[Any]
+    connection: Connection
     open: bool = False
     exclusive: bool = False  # its transaction holds a lock that keeps readers out
 
@@ -166,7 +167,7 @@ class Workload:
         took = True
         try:
             self.writers[number].connection.execute(statement.encode())
-        except psycopg.errors.DatabaseError:
+        except psycopg2.errors.DatabaseError:
             took = False
         self.log.append((number, statement, took))
         return took

@@ -20,13 +20,15 @@ from typing import Any
 
 import polars as pl
 import psutil
-import psycopg
+import psycopg2
+import psycopg2.errors
 import pytest
 from deltalake import DeltaTable
 
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
+from pgwal_pipeline.postgres.connection import Connection, plain_session
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
@@ -155,12 +157,12 @@ class Chaos:
     def _write(self, seed: float, stop: threading.Event) -> None:
         rng = random.Random(seed)
         while not stop.is_set():
-            with contextlib.suppress(psycopg.Error), psycopg.connect(self.source.dsn, connect_timeout=2) as conn:
+            with contextlib.suppress(psycopg2.Error), plain_session(self.source.dsn, connect_timeout=2) as conn:
                 while not stop.is_set():
                     self._transaction(rng, conn)
                     time.sleep(rng.random() * 0.03)
 
-    def _transaction(self, rng: random.Random, conn: psycopg.Connection[Any]) -> None:
+    def _transaction(self, rng: random.Random, conn: Connection) -> None:
         conn.execute("SET lock_timeout = '200ms'")
         try:
             for _ in range(rng.randint(1, 8)):
@@ -178,7 +180,7 @@ class Chaos:
             if rng.random() < 0.01:
                 conn.execute(f"TRUNCATE {rng.choice(TABLES)}".encode())
             conn.rollback() if rng.random() < 0.1 else conn.commit()
-        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected, psycopg.errors.UniqueViolation):
+        except (psycopg2.errors.LockNotAvailable, psycopg2.errors.DeadlockDetected, psycopg2.errors.UniqueViolation):
             conn.rollback()
 
     def _new_table(self) -> None:

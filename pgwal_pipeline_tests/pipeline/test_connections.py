@@ -5,12 +5,13 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from io import StringIO
 from typing import Any
 
 import polars as pl
-import psycopg
+import psycopg2
 import pytest
-from psycopg.conninfo import make_conninfo
+from psycopg2.extensions import make_dsn
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import SourceUnavailable
@@ -21,6 +22,7 @@ from pgwal_pipeline.lsn import format_lsn, parse_lsn
 from pgwal_pipeline.pipeline import committer
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline.reports import DrainReport
+from pgwal_pipeline.postgres.connection import Connection, plain_session
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
@@ -76,7 +78,7 @@ def drained(pipeline: Pipeline) -> DrainReport:
 def by_socket(source: Source) -> str:
     """The source's DSN by its Unix socket, which holds some 200 kB: a connection that ends in the middle has not brought everything yet."""
     assert isinstance(source.server, Postgres)
-    return make_conninfo(source.dsn, host=str(source.server.socket_dir))
+    return make_dsn(source.dsn, host=str(source.server.socket_dir))
 
 
 @pytest.fixture
@@ -257,8 +259,8 @@ def test_a_source_without_room_to_decode(
         drained(pipeline)
         fill(source, 20)
         small = parse_lsn(source.value("SELECT pg_current_wal_lsn()::text"))
-        with source.connect() as conn, conn.cursor() as cursor, cursor.copy("COPY a (n, body) FROM STDIN") as copy:
-            copy.write("1\tx\n" * 250_000)
+        with source.connect() as conn, conn.cursor() as cursor:
+            cursor.copy_expert("COPY a (n, body) FROM STDIN", StringIO("1\tx\n" * 250_000))
         fill(source, 5, seed=1)
         with no_room(server, 16 << 20), pytest.raises(SourceUnavailable) as caught:
             pipeline.drain()
@@ -310,7 +312,7 @@ def test_every_connection_of_the_source_is_taken_when_the_drain_comes_back(
         drained(pipeline)
         fill(source, 60)
         source.value("SELECT 1")
-        crowd: list[psycopg.Connection[Any]] = []
+        crowd: list[Connection] = []
         left: list[threading.Timer] = []
 
         def leave() -> None:
@@ -321,9 +323,9 @@ def test_every_connection_of_the_source_is_taken_when_the_drain_comes_back(
             if passed != 3 or crowd:
                 return
             source.sql("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE application_name LIKE 'pgwal%'")
-            with contextlib.suppress(psycopg.OperationalError):
+            with contextlib.suppress(psycopg2.OperationalError):
                 while True:
-                    crowd.append(psycopg.connect(source.dsn))
+                    crowd.append(plain_session(source.dsn))
             left.append(threading.Timer(2.0, leave))
             left[0].start()
 

@@ -81,10 +81,10 @@ def _wanted(source: Source, columns: str, table: str) -> Counter[tuple[Any, ...]
 
 def _parts(cell: Any) -> tuple[Any, Any]:
     """A value and its text as the lake should have them, of the bytes of a text."""
-    if not isinstance(cell, bytes):
+    if not isinstance(cell, memoryview):
         return cell, None
     try:
-        return cell.decode(), None
+        return cell.tobytes().decode(), None
     except UnicodeDecodeError:
         return None, "\\x" + cell.hex()
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-import psycopg
 import pytest
 
 from pgwal_pipeline.errors import LakeError, SlotLost, SourceRefused, SourceUnavailable
@@ -23,6 +22,7 @@ from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline import window as windows
 from pgwal_pipeline.pipeline.drop import drop
 from pgwal_pipeline.pipeline.status import publish_due
+from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
@@ -298,7 +298,7 @@ def test_what_is_not_the_lakes_source_is_named(
     elif how == "recreated":
         source.drop_slot(pipeline.settings.slot)
         source.close()
-        with psycopg.connect(source.server.dsn(), autocommit=True) as admin:
+        with plain_session(source.server.dsn()) as admin:
             admin.execute(f"DROP DATABASE {source.database} WITH (FORCE)".encode())
             admin.execute(f"CREATE DATABASE {source.database}".encode())
         for act in (pipeline.drain, lambda: drains.renew(pipeline.settings, progress=Silent())):

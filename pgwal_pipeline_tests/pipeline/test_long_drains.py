@@ -13,7 +13,7 @@ from pgwal_pipeline.lsn import parse_lsn
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import window as windows
 from pgwal_pipeline.pipeline.reports import DrainReport
-from pgwal_pipeline.postgres.stream import ReplicationStream
+from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.faults import injected
@@ -159,9 +159,9 @@ def test_a_connection_that_breaks_between_windows(source: Source, make_pipeline:
     fill(source, 200)
     read, came = ReplicationStream.read, [0]
 
-    def breaking(self: ReplicationStream, *args: Any) -> list[memoryview]:
+    def breaking(self: ReplicationStream, *args: Any) -> Messages:
         messages = read(self, *args)
-        before, came[0] = came[0], came[0] + sum(map(len, messages))
+        before, came[0] = came[0], came[0] + messages.size
         if before < 3 * _MB <= came[0]:
             source.sql("SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s", pipeline.settings.slot)
         return messages

@@ -11,7 +11,7 @@ import pytest
 
 from pgwal_pipeline.lake.raw import WindowWriter
 from pgwal_pipeline.pipeline import drain as drains
-from pgwal_pipeline.postgres.stream import ReplicationStream
+from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
@@ -32,7 +32,7 @@ _PEAK = """
 import gc, json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-import psycopg
+from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline.memory import give_back
 from pgwal_pipeline.pipeline.drain import drain
 from pgwal_pipeline.pipeline.snapshot import snapshot
@@ -55,7 +55,7 @@ def both():
 
 drain(settings, progress=progress)
 read()
-with psycopg.connect(settings.dsn, autocommit=True) as conn:
+with plain_session(settings.dsn) as conn:
     if "{work}" == "both":
         conn.execute("CREATE TABLE u (LIKE t INCLUDING ALL)")
         conn.execute("INSERT INTO u SELECT i, repeat(md5(i::text), 30) FROM generate_series(1, {rows}) i; ANALYZE u")
@@ -101,9 +101,9 @@ def test_a_slow_writer_does_not_make_the_reader_take_in_everything(
         let_go.wait(120)
         add(self, changes)
 
-    def counted(self: ReplicationStream, *args: Any) -> list[memoryview]:
+    def counted(self: ReplicationStream, *args: Any) -> Messages:
         messages = read(self, *args)
-        came[0] += sum(map(len, messages))
+        came[0] += messages.size
         return messages
 
     def standing(self: ReplicationStream) -> None:

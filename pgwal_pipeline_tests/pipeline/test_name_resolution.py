@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg2.extensions import make_dsn, parse_dsn
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.errors import SourceUnavailable
@@ -64,7 +64,7 @@ def proxy(source: Source) -> Iterator[Proxy]:
 
 def by_name(source: Source, proxy: Proxy) -> str:
     """The DSN of the source behind `proxy`, with a name that only `names` knows."""
-    return make_conninfo(**{**conninfo_to_dict(proxied(source, proxy)), "host": _NAME})
+    return make_dsn(**{**parse_dsn(proxied(source, proxy)), "host": _NAME})
 
 
 def test_a_name_that_is_not_found_for_a_while(

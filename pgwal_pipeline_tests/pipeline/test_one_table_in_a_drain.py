@@ -12,7 +12,7 @@ from pgwal_pipeline.lsn import parse_lsn
 from pgwal_pipeline.pipeline import catch_up
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
-from pgwal_pipeline.postgres.stream import ReplicationStream
+from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.faults import RUNS_OWN, TABLES_OWN, at_tables, injected
@@ -183,8 +183,9 @@ def _damage(monkeypatch: pytest.MonkeyPatch, damaged: Callable[[bytes], bytes]) 
     """Every message comes as `damaged` makes it of what the server sent."""
     read = ReplicationStream.read
 
-    def changed(self: ReplicationStream, *args: Any) -> list[memoryview]:
-        return [memoryview(damaged(bytes(message))) for message in read(self, *args)]
+    def changed(self: ReplicationStream, *args: Any) -> Messages:
+        messages = read(self, *args)
+        return Messages([damaged(payload) for payload in messages.payloads], messages.positions)
 
     monkeypatch.setattr(ReplicationStream, "read", changed)
 
@@ -199,8 +200,8 @@ def test_a_change_that_cannot_be_read_is_kept_whole_and_its_table_left_out(
     cut: list[bytes] = []
 
     def damaged(message: bytes) -> bytes:
-        if message[25:26] == b"I" and int.from_bytes(message[26:30]) == oid:
-            cut.append(message[25:-1])
+        if message[:1] == b"I" and int.from_bytes(message[1:5]) == oid:
+            cut.append(message[:-1])
             return message[:-1]
         return message
 
@@ -225,7 +226,7 @@ def test_a_message_that_belongs_to_no_table_ends_the_drain_and_is_kept_whole(
     before = confirmed(pipeline)
     insert(source, _TABLES, 2)
     with monkeypatch.context() as patched:
-        _damage(patched, lambda message: message[:-1] if message[25:26] == b"C" else message)
+        _damage(patched, lambda message: message[:-1] if message[:1] == b"C" else message)
         with pytest.raises(DecodeError, match="Nothing past it is confirmed") as raised:
             pipeline.drain()
     (file,) = (pipeline_folder(pipeline) / "undecodable").iterdir()

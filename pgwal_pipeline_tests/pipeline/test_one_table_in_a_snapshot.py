@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg2.extensions import make_dsn, parse_dsn
 from pydantic import SecretStr
 
 from pgwal_pipeline.errors import BlockedByTransaction, LakeError
@@ -250,12 +250,12 @@ def test_nothing_to_follow_is_a_warning_that_names_what_there_is(source: Source,
 def test_a_source_that_goes_away_is_the_runs_fault(source: Source, pipeline: Pipeline) -> None:
     made(source)
     pipeline.sync()
-    gone = pipeline.settings.model_copy(update={"source_dsn": psycopg_dsn(source)})
+    gone = pipeline.settings.model_copy(update={"source_dsn": unreachable_dsn(source)})
     with pytest.raises(Exception, match=r"cannot be reached|refused"):
         snapshots.snapshot(gone, [_B], progress=Silent())
     assert set(states(pipeline).values()) == {"ready"}
 
 
-def psycopg_dsn(source: Source) -> SecretStr:
+def unreachable_dsn(source: Source) -> SecretStr:
     """The source's DSN with a port on which nobody listens."""
-    return SecretStr(make_conninfo(**{**conninfo_to_dict(source.dsn), "port": "1"}))
+    return SecretStr(make_dsn(**{**parse_dsn(source.dsn), "port": "1"}))

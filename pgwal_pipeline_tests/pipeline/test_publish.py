@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import polars as pl
-import psycopg
 import pytest
 
 from pgwal_pipeline.pipeline import drain as drains
+from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
@@ -76,7 +76,7 @@ def test_truncate_and_unchanged_toast(source: Source, pipeline: Pipeline) -> Non
     pipeline.assert_current("public.docs")
 
 
-def transfer(conn: psycopg.Connection[Any], rng: random.Random) -> None:
+def transfer(conn: Connection, rng: random.Random) -> None:
     """Move money between rows of three tables: their sum never changes."""
     tables = rng.sample(["checking", "savings", "shares"], 2)
     amount = rng.randint(1, 50)

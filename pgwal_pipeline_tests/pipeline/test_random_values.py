@@ -195,7 +195,8 @@ def _insert(source: Source, first: int, pools: Sequence[Sequence[str | None]], s
             ],
         )
         written = ", ".join(f"CASE WHEN {column} IS DISTINCT FROM NULL THEN format('%s', {column}) END" for column in COLUMNS)
-        rows = cursor.execute(f"SELECT {written} FROM scalars WHERE id >= {first} ORDER BY id".encode()).fetchall()
+        cursor.execute(f"SELECT {written} FROM scalars WHERE id >= {first} ORDER BY id".encode())
+        rows = cursor.fetchall()
         values = ", ".join(f"%s::{kind}[]" for kind in KINDS)
         cursor.executemany(
             f"INSERT INTO lists VALUES (%s, {values})".encode(),

@@ -33,12 +33,12 @@ AB = (
 )
 SWAP = "ALTER TABLE a RENAME TO t; ALTER TABLE b RENAME TO a; ALTER TABLE t RENAME TO b"
 LATE_IN_A_CHILD = """
-import psycopg
 from pgwal_pipeline.pipeline import drain as drains
+from pgwal_pipeline.postgres.connection import plain_session
 attach = drains.attach
 def late(*args, **named):
     found = attach(*args, **named)
-    with psycopg.connect(settings.dsn, autocommit=True) as conn:
+    with plain_session(settings.dsn) as conn:
         conn.execute(STATEMENTS)
     return found
 drains.attach = late

@@ -59,6 +59,7 @@ def test_a_change_that_is_too_large_costs_its_table_alone(change: str, source: S
         if change == "in the middle":
             conn.execute("INSERT INTO big SELECT i, 'z', i FROM generate_series(20, 30) i")
         conn.execute("INSERT INTO sound VALUES (3, 'after', 3)")
+        conn.commit()
     source.sql("INSERT INTO big VALUES (4, 'later', 4)")
     source.sql("INSERT INTO sound VALUES (4, 'later', 4)")
     small.drain()
@@ -144,6 +145,7 @@ def test_a_change_that_the_source_cannot_send(on_slot_loss: str, source: Source,
     with source.connect(autocommit=False) as conn:
         conn.execute("INSERT INTO sound VALUES (3, 'beside', 3)")
         conn.execute("INSERT INTO big VALUES (2, 'y', 0)")
+        conn.commit()
     with pytest.raises(ChangeNotSent, match=r"division by zero.*resnapshot --all"):
         pipeline.drain()
     assert pl.read_delta(pipeline.lake.raw(TableName("public", "sound")))["id"].to_list() == [2]

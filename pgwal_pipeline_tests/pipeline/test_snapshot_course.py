@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
-import psycopg
 import pytest
 
 from pgwal_pipeline import failpoints
@@ -13,6 +12,7 @@ from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import slot_watch
 from pgwal_pipeline.pipeline import snapshot as snapshots
+from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
@@ -50,7 +50,7 @@ def test_as_many_chunks_of_a_table_are_read_at_once_as_there_are_workers(
 
     def held_up(self: SnapshotWriter, attempt: str, pieces: Iterator[Any]) -> Any:
         nonlocal most
-        with psycopg.connect(source.dsn, autocommit=True) as conn:
+        with plain_session(source.dsn) as conn:
 
             def copies() -> int:
                 running = "SELECT count(*) FROM pg_stat_progress_copy WHERE datname = current_database()"

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import psycopg
+import psycopg2
 import pytest
 
 from pgwal_pipeline import failpoints
@@ -318,7 +318,7 @@ def keep_writing(source: Source, seed: int, stop: threading.Event) -> None:
                     conn.execute("TRUNCATE t")
             conn.rollback() if rng.random() < 0.1 else conn.commit()
             stop.wait(rng.random() * 0.02)
-        except psycopg.errors.Error:
+        except psycopg2.Error:
             conn.rollback()
     conn.rollback()
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import polars as pl
-import psycopg
+import psycopg2
+import psycopg2.errors
 import pytest
 
 from pgwal_pipeline.relation import TableName, quote_ident
@@ -62,7 +63,7 @@ def _literal(value: str) -> str:
 def test_keys_of_many_types(kinds: Sequence[str], source: Source, pipeline: Pipeline) -> None:
     try:
         source.sql("CREATE COLLATION folded (provider = icu, locale = 'und-u-ks-level2', deterministic = false)")
-    except psycopg.errors.FeatureNotSupported:  # a server built without ICU has no collation that calls different strings equal
+    except psycopg2.errors.FeatureNotSupported:  # a server built without ICU has no collation that calls different strings equal
         source.sql('CREATE COLLATION folded FROM "C"')
     tables = {f"key_{number}": kind for number, kind in enumerate(kinds)}
     for seed, (table, kind) in enumerate(tables.items()):

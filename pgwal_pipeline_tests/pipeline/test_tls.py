@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
+from psycopg2.extensions import make_dsn
 from pydantic import SecretStr
 
 from pgwal_pipeline.errors import SettingError, SourceRefused, SourceUnavailable
@@ -19,6 +18,7 @@ from pgwal_pipeline.pipeline.doctor import examine
 from pgwal_pipeline.pipeline.drop import drop
 from pgwal_pipeline.pipeline.status import status
 from pgwal_pipeline.postgres import dsn
+from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
@@ -46,7 +46,7 @@ class Certificates:
         )
         parts = {"host": "127.0.0.1", "port": port, "user": "postgres", "dbname": database, "sslmode": "verify-full"}
         made = {**parts, "sslrootcert": self.ca.certificate, **files, **changes}
-        return make_conninfo(**{name: str(value) for name, value in made.items()})
+        return make_dsn(**{name: str(value) for name, value in made.items()})
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def port(
 
 def test_everything_goes_by_tls(port: int, certificates: Certificates, tmp_path: Path) -> None:
     database = f"tls_{uuid.uuid4().hex[:8]}"
-    with psycopg.connect(certificates.dsn(port), autocommit=True) as admin:
+    with plain_session(certificates.dsn(port)) as admin:
         admin.execute(f"CREATE DATABASE {database}".encode())
         try:
             text = certificates.dsn(port, database)

@@ -7,7 +7,8 @@ from decimal import Context, Decimal
 from typing import Any
 
 import polars as pl
-import psycopg
+import psycopg2
+import psycopg2.errors
 import pytest
 
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
@@ -149,7 +150,7 @@ def _known_types(source: Source) -> list[str]:
 def _has(source: Source, kind: str) -> bool:
     try:
         source.sql(f"SELECT {quoted(VALUES[kind][0])}::{kind} IS NULL")
-    except (psycopg.errors.UndefinedObject, psycopg.errors.FeatureNotSupported):  # an extension, or XML in a server built without it
+    except (psycopg2.errors.UndefinedObject, psycopg2.errors.FeatureNotSupported):  # an extension, or XML in a server built without it
         return False
     return True
 

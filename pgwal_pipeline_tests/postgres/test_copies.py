@@ -18,7 +18,7 @@ from pgwal_pipeline.lsn import parse_lsn
 from pgwal_pipeline.postgres import catalog, command, copies, slot, standbys, waiting
 from pgwal_pipeline.postgres.copies import Room, SlotCopy
 from pgwal_pipeline.postgres.dsn import connect
-from pgwal_pipeline.postgres.stream import HEADER_BYTES, ReplicationStream
+from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline_tests.postgres.standby import standby_of
 from pgwal_pipeline_tests.proxy import Proxy, proxied, tcp
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
@@ -46,7 +46,7 @@ def inserts(stream: ReplicationStream, end_lsn: int) -> int:
     count = 0
     while stream.server_position < end_lsn:
         messages = stream.read(1 << 20, 0.2)
-        count += sum(message[HEADER_BYTES] == ord("I") for message in messages)
+        count += sum(payload[0] == ord("I") for payload in messages.payloads)
         if not messages:
             stream.request_reply()
     return count

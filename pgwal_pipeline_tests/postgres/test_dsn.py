@@ -1,17 +1,16 @@
 """Connections: what a session has pinned, and what is said when there is none."""
 
-import gc
 import socket
 import time
 from collections.abc import Callable, Iterator
 
-import psycopg
+import psycopg2
 import pytest
-from psycopg.pq.abc import PGconn
 
 from pgwal_pipeline.errors import PgwalError, SettingError, SlotBusy, SourceRefused, SourceUnavailable
 from pgwal_pipeline.local.postgres import Postgres
 from pgwal_pipeline.postgres import dsn
+from pgwal_pipeline.postgres.connection import ReplicationConnection, plain_session, wait
 from pgwal_pipeline_tests.support import Source, wait_for
 
 SECRET = "hunter2-S3cret"
@@ -51,32 +50,28 @@ def test_output_settings_are_pinned_whatever_the_role_has(source: Source) -> Non
                 "0",
                 "0",
             )
-            assert conn.info.encoding == "utf-8"
+            assert conn.encoding == "UTF8"
             assert conn.autocommit
     finally:
         source.sql("drop role odd_role")
 
 
 def test_the_dsn_has_its_say(source: Source) -> None:
-    with dsn.connect(source.dsn + "?application_name=theirs&connect_timeout=33", autocommit=False) as conn:
+    with dsn.connect(source.dsn + "?application_name=theirs&connect_timeout=33") as conn:
         assert conn.execute("select current_setting('application_name')").fetchone() == ("theirs",)
-        assert conn.info.get_parameters()["connect_timeout"] == "33"
-        assert not conn.autocommit
+        assert conn.info.dsn_parameters["connect_timeout"] == "33"
     with dsn.connect(source.dsn, connect_timeout=44, dbname="postgres") as conn:
         assert conn.info.dbname == "postgres"
-        assert conn.info.get_parameters()["connect_timeout"] == "44"
+        assert conn.info.dsn_parameters["connect_timeout"] == "44"
 
 
 @pytest.mark.matrix
-def test_a_replication_connection_lives_by_itself(source_matrix: Source) -> None:
-    pgconn = dsn.replication_connection(source_matrix.dsn)
-    gc.collect()
-    pgconn.nonblocking = 0
-    answer = pgconn.exec_(b"IDENTIFY_SYSTEM")
-    assert answer.get_value(0, 3) == source_matrix.database.encode()
-    shown = pgconn.exec_(b"SHOW DateStyle").get_value(0, 0)
-    assert shown == b"ISO, YMD"
-    pgconn.finish()
+def test_a_replication_connection_takes_commands_and_sql(source_matrix: Source) -> None:
+    walsender = dsn.replication_connection(source_matrix.dsn)
+    answer = walsender.execute("IDENTIFY_SYSTEM").fetchall()
+    assert answer[0][3] == source_matrix.database
+    assert walsender.execute("SHOW DateStyle").fetchall() == [("ISO, YMD",)]
+    walsender.close()
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +81,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
         tmp_path_factory.mktemp("guarded") / "data", settings={"fsync": "off", "max_connections": "8", "max_wal_senders": "1"}
     )
     server.start()
-    with psycopg.connect(server.dsn(), autocommit=True) as admin:
+    with plain_session(server.dsn()) as admin:
         admin.execute(f"create role alice login password '{SECRET}'".encode())
         admin.execute(b"create role sleeper password 'x'")
         admin.execute(b"create database closed")
@@ -131,10 +126,10 @@ def test_may_not_replicate(guarded: Postgres) -> None:
     error = _refusal(guarded.dsn(), dsn.replication_connection)
     assert isinstance(error, SourceRefused)
     assert "max_wal_senders" in str(error)
-    first.finish()
+    first.close()
 
 
-def _walsender(server: Postgres) -> PGconn | None:
+def _walsender(server: Postgres) -> ReplicationConnection | None:
     """A connection to the walsender, None while the one of a moment ago has not ended."""
     try:
         return dsn.replication_connection(server.dsn())
@@ -226,7 +221,7 @@ def test_errors_in_mid_work(source: Source) -> None:
     conn = dsn.connect(source.dsn)
 
     def error_of(statement: str) -> PgwalError:
-        with pytest.raises(psycopg.Error) as caught:
+        with pytest.raises(psycopg2.Error) as caught:
             conn.execute(statement.encode())
         translated = dsn.translate(caught.value, "doing this")
         assert "\n" not in str(translated) and "doing this" in str(translated)
@@ -243,11 +238,12 @@ def test_errors_in_mid_work(source: Source) -> None:
     holder.rollback()
     source.value("select count(*) from pg_create_logical_replication_slot('taken', 'pgoutput')")
     reader = dsn.replication_connection(source.dsn)
-    reader.nonblocking = 0
     source.sql("create publication pub")
-    reader.exec_(b"START_REPLICATION SLOT taken LOGICAL 0/0 (proto_version '1', publication_names 'pub')")
+    cursor = reader.cursor()
+    cursor.start_replication_expert(b"START_REPLICATION SLOT taken LOGICAL 0/0 (proto_version '1', publication_names 'pub')")
+    wait(reader)
     assert isinstance(error_of("select pg_drop_replication_slot('taken')"), SlotBusy)
-    reader.finish()
+    reader.close()
     source.sql("select pg_terminate_backend(%s)", conn.info.backend_pid)
     lost = error_of("select 1")
     assert isinstance(lost, SourceUnavailable)

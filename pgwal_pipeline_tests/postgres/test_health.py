@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from psycopg.conninfo import conninfo_to_dict
+from psycopg2.extensions import parse_dsn
 
 from pgwal_pipeline import amounts
 from pgwal_pipeline.errors import SourceRefused
@@ -69,7 +69,7 @@ def test_a_source_that_is_not_there(make_server: Callable[..., Postgres]) -> Non
     (only,) = doctor_checks(dsn, slot="s", publication="p", globs="*.*")
     assert (only.name, only.ok) == ("source", False)
     assert "cannot be reached" in only.found
-    assert str(conninfo_to_dict(dsn)["password"]) not in only.found
+    assert str(parse_dsn(dsn)["password"]) not in only.found
 
 
 def test_settings_that_would_stop_it(make_server: Callable[..., Postgres]) -> None:
@@ -102,7 +102,7 @@ def slot_walsender(source: Source) -> Iterator[None]:
     try:
         yield
     finally:
-        walsender.finish()
+        walsender.close()
 
 
 def test_a_role_with_few_rights(source_matrix: Source) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg2.extensions import make_dsn, parse_dsn
 
 from pgwal_pipeline.errors import SourceRefused
 from pgwal_pipeline.local.postgres import Postgres
@@ -141,9 +141,9 @@ def test_without_a_walsender_to_spare_sql_is_believed(
 def test_of_several_hosts_the_one_that_answered_is_asked(source: Source, make_server: Callable[..., Postgres]) -> None:
     """One of which is another server, of which another walsender tells."""
     other = make_server()
-    here, there = (conninfo_to_dict(dsn) for dsn in (source.dsn, other.dsn()))
+    here, there = (parse_dsn(dsn) for dsn in (source.dsn, other.dsn()))
     parts = {**here, "host": f"{there['host']},{here['host']}", "port": f"{there['port']},{here['port']}"}
-    with connect(make_conninfo(**parts)) as conn:  # that database is on one of them alone
+    with connect(make_dsn(**parts)) as conn:  # that database is on one of them alone
         assert conn.info.port == int(str(here["port"]))
         assert positions.compare(conn).agree
         assert catalog.flush_lsn(conn) <= flushed(source)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import psycopg
+import psycopg2
 import pytest
 
 from pgwal_pipeline.errors import SourceRefused
@@ -146,7 +146,7 @@ def test_left_out_tables_really_would_fail(source_matrix: Source) -> None:
         tables.append("full_virtual")
     for table in tables:
         source.sql(f"insert into {table} (id) values (1)")
-        with pytest.raises(psycopg.Error, match="cannot update table"):
+        with pytest.raises(psycopg2.Error, match="cannot update table"):
             source.sql(f"update {table} set id = id")
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psycopg
 import pytest
+from psycopg2.extensions import TRANSACTION_STATUS_IDLE
 
 from pgwal_pipeline.errors import BlockedByTransaction, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
 from pgwal_pipeline.local.postgres import Postgres
@@ -238,7 +238,7 @@ def commit_lsns(source: Source, name: str) -> list[int]:
     rows = source.sql(
         "select data from pg_logical_slot_peek_binary_changes(%s, null, null, 'proto_version', '1', 'publication_names', 'p')", name
     )
-    return [int.from_bytes(data[1:9], "big") for (data,) in rows if data[:1] == b"B"]
+    return [int.from_bytes(data[1:9]) for data in (bytes(row[0]) for row in rows) if data[:1] == b"B"]
 
 
 def test_a_flush_can_be_forced(source_matrix: Source) -> None:
@@ -250,7 +250,7 @@ def test_a_flush_can_be_forced(source_matrix: Source) -> None:
         conn.execute("set synchronous_commit = off")
         assert slot.force_flush(conn)
         assert flushed(source) >= target
-        assert conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+        assert conn.info.transaction_status == TRANSACTION_STATUS_IDLE
     with role(source, "no_messages") as dsn, connect(dsn) as conn:
         assert slot.force_flush(conn)
         for (function,) in source.sql("select oid::regprocedure::text from pg_proc where proname = 'pg_logical_emit_message'"):
@@ -344,7 +344,7 @@ def test_on_a_standby(make_server: Callable[..., Postgres], tmp_path: Path) -> N
                 wait_for(lambda: slot.lag(conn, made.name) >= target - made.confirmed_flush_lsn, what="the standby to replay")
                 with ReplicationStream.open(standby.dsn, made.name, "p", 0, server_version=conn.info.server_version) as stream:
                     messages = wait_for(lambda: stream.read(1 << 20, 0.2), what="the insert")
-                    assert b"I" in [bytes(message[25:26]) for message in messages]
+                    assert b"I" in [payload[:1] for payload in messages.payloads]
                 assert slot.drop(conn, made.name)
 
 

@@ -5,22 +5,24 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
 import pytest
-from psycopg.conninfo import make_conninfo
+from psycopg2.extensions import make_dsn
 
 from pgwal_pipeline.errors import PgwalError, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
 from pgwal_pipeline.local.postgres import Postgres, servers
 from pgwal_pipeline.postgres import slot
-from pgwal_pipeline.postgres.stream import HEADER_BYTES, ReplicationStream, start_command
+from pgwal_pipeline.postgres.dsn import connect
+from pgwal_pipeline.postgres.stream import ReplicationStream, start_command
 from pgwal_pipeline_tests.proxy import Proxy, proxied, tcp
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
 SLOT = "stream_test"
 PUBLICATION = "stream_test"
+_STATUS_UPDATE = 39  # bytes of it on the wire
 
 
 def silent(text: str) -> None:
@@ -52,19 +54,19 @@ def confirmed(source: Source, name: str) -> int:
     return state.confirmed_flush_lsn
 
 
-def read_until(stream: ReplicationStream, lsn: int, seconds: float = 20.0) -> list[memoryview]:
+def read_until(stream: ReplicationStream, lsn: int, seconds: float = 20.0) -> list[bytes]:
     """Everything up to the server's saying that it has read past `lsn`."""
     deadline = time.monotonic() + seconds
-    messages: list[memoryview] = []
+    messages: list[bytes] = []
     while stream.server_position < lsn:
         assert time.monotonic() < deadline, "the server never got there"
-        messages += stream.read(1 << 20, 0.1)
+        messages += stream.read(1 << 20, 0.1).payloads
         stream.request_reply()
     return messages
 
 
-def kinds(messages: list[memoryview]) -> str:
-    return "".join(chr(message[HEADER_BYTES]) for message in messages)
+def kinds(payloads: Sequence[bytes]) -> str:
+    return "".join(chr(payload[0]) for payload in payloads)
 
 
 def test_reads_what_was_written_and_moves_the_slot_by_confirm_alone(source_matrix: Source) -> None:
@@ -77,7 +79,6 @@ def test_reads_what_was_written_and_moves_the_slot_by_confirm_alone(source_matri
     with open_stream(source, name) as stream:
         messages = read_until(stream, end)
         assert kinds(messages).replace("R", "") == "B" + "I" * 2000 + "CB" + "UC"
-        assert all(bytes(message[:1]) == b"w" for message in messages)
         for _ in range(5):
             stream.request_reply()
             stream.read(1 << 20, 0.05)
@@ -95,9 +96,9 @@ def test_a_stream_that_ends_without_a_confirm_gives_the_same_again(source: Sourc
     source.sql("insert into item values (1, 'a'), (2, 'b')")
     end = flushed(source)
     with open_stream(source, name) as stream:
-        first = [bytes(message[HEADER_BYTES:]) for message in read_until(stream, end)]
+        first = read_until(stream, end)
     with open_stream(source, name) as stream:
-        assert [bytes(message[HEADER_BYTES:]) for message in read_until(stream, end)] == first
+        assert read_until(stream, end) == first
 
 
 @pytest.mark.parametrize("publication", ['we"ird, "pub', "it's", "Ünï cødé", "a,b"])
@@ -123,14 +124,14 @@ def test_a_read_ends_at_its_bounds(source: Source, monkeypatch: pytest.MonkeyPat
     end = flushed(source)
     with open_stream(source, name) as stream:
         small = wait_for(lambda: stream.read(10_000, 1), what="the first messages")
-        assert 10_000 <= sum(map(len, small)) < 12_000
+        assert 10_000 <= small.size < 12_000
         large = stream.read(1 << 30, 120)
         assert len(large) == 20_000
         monkeypatch.undo()
         rest = read_until(stream, end)
-        assert kinds(small + large + rest).count("I") == 30_000
+        assert kinds([*small.payloads, *large.payloads, *rest]).count("I") == 30_000
         started = time.monotonic()
-        assert stream.read(1 << 20, 0.3) == []
+        assert not stream.read(1 << 20, 0.3)
         assert 0.2 < time.monotonic() - started < 10
     source.sql("insert into item values (0, repeat('x', 3000000))")
     with open_stream(source, name) as stream:
@@ -230,23 +231,16 @@ def test_a_server_that_shuts_down_waits_for_the_confirmation_without_being_peste
     with fresh_source(server) as source:
         name = prepare(source)
         source.sql("insert into item values (1, 'a')")
-        with open_stream(source, name) as stream:
+        with Proxy(*tcp(source)) as proxy, open_stream(source, name, dsn=proxied(source, proxy)) as stream:
             read_until(stream, flushed(source))
             source.close()
             stopping = threading.Thread(target=server.stop)
             stopping.start()
-            told = 0
-            report = stream._report
-
-            def counted(*, ask: bool) -> None:
-                nonlocal told
-                told += 1
-                report(ask=ask)
-
-            stream._report = counted
+            before = proxy.sent
             ended = time.monotonic() + 2
             while time.monotonic() < ended:
                 stream.read(1 << 20, 0.2)
+            told = (proxy.sent - before) / _STATUS_UPDATE
             assert stopping.is_alive()
             assert 2 <= told <= 25
             # The server ends the stream, or the connection under it if the end does not come through in time.
@@ -320,8 +314,8 @@ def test_what_came_before_the_connection_broke_is_read_first(source: Source, *, 
             with pytest.raises(SourceUnavailable):
                 while True:
                     messages = stream.read(5_000, 0.1)
-                    assert set(kinds(messages)) <= set("RBI")
-                    came += sum(map(len, messages))
+                    assert set(kinds(messages.payloads)) <= set("RBI")
+                    came += messages.size
             # Each message has five bytes of its own before it, and the session's beginning counts as well.
             assert came > cut * 0.9 - 6000
             with pytest.raises(SourceUnavailable):
@@ -360,10 +354,10 @@ def test_a_server_at_work_may_be_silent(source: Source) -> None:
             look()
 
         stream._mind_silence = counted
-        messages: list[memoryview] = []
+        messages: list[bytes] = []
         deadline = time.monotonic() + 60
         while not messages and time.monotonic() < deadline:
-            messages += stream.read(1 << 20, 0.02)
+            messages += stream.read(1 << 20, 0.02).payloads
         assert "I" in kinds(messages + read_until(stream, end))
         assert looks > 3
 
@@ -384,7 +378,7 @@ def test_a_lost_slot_cannot_be_read(make_server: Callable[..., Postgres]) -> Non
 
 
 def test_encrypted(make_server: Callable[..., Postgres]) -> None:
-    """A call of libpq takes one record then, and a record is one message: many calls are made at a time."""
+    """Libpq takes one record at a time then, and a record is one message: many come in one read all the same."""
     programs = [(found, found.bin / "pg_config") for found in servers()]
     able = [found for found, config in programs if config.exists() and b"openssl" in subprocess.check_output([config, "--configure"])]
     if not able or shutil.which("openssl") is None:
@@ -403,15 +397,23 @@ def test_encrypted(make_server: Callable[..., Postgres]) -> None:
     with fresh_source(server) as source:
         name = prepare(source)
         source.sql("insert into item select n, repeat('x', 100) from generate_series(1, 30000) n")
-        with open_stream(source, name, dsn=make_conninfo(source.dsn, sslmode="require")) as stream:
-            assert stream._pgconn.ssl_in_use
+        with open_stream(source, name, dsn=make_dsn(source.dsn, sslmode="require")) as stream:
+            assert stream._conn.info.ssl_in_use
             most, count = 0, 0
             end = flushed(source)
             while stream.server_position < end:
-                count += kinds(stream.read(1 << 20, 0.1)).count("I")
-                most = max(most, stream._calls)
+                count += kinds((messages := stream.read(1 << 20, 0.1)).payloads).count("I")
+                most = max(most, len(messages))
             assert count == 30_000
-            assert most > 8
+            assert most > 1000
+            for size in (9_000, 17_000, 40_000, 3_000_000):  # TLS records have 16 kB at most
+                source.sql("insert into item values (%s, repeat('x', %s))", -size, size)
+                end, started = flushed(source), time.monotonic()
+                assert max(map(len, read_until(stream, end))) > size
+                assert time.monotonic() - started < 5
+                with connect(make_dsn(source.dsn, sslmode="require")) as conn:
+                    assert conn.info.ssl_in_use
+                    assert conn.execute("select repeat('y', %s) from generate_series(1, 3)", [size]).fetchall() == [("y" * size,)] * 3
 
 
 def test_an_error_ends_the_connection(source: Source) -> None:
@@ -434,3 +436,24 @@ def test_the_password_is_in_no_message(source: Source) -> None:
         assert "hunter2" not in str(caught.value)
     finally:
         source.sql("drop role reader")
+
+
+@pytest.mark.parametrize(
+    ("notice", "missing"),
+    [
+        ('WARNING:  skipped loading publication "stream_test"\nDETAIL:  The publication does not exist.\n', True),
+        ("WARNUNG:  Laden von Publikation »stream_test« übersprungen\n", True),
+        ("ATTENTION :  publication « stream_test » ignorée\n", True),
+        ('WARNING:  replication slot "stream_test" specified in parameter "synchronized_standby_slots" does not exist\n', False),
+        ("WARNING:  terminating connection because of crash of another server process\n", False),
+    ],
+)
+def test_the_warning_of_a_missing_publication_is_known_in_any_language(source: Source, notice: str, *, missing: bool) -> None:
+    name = prepare(source)
+    with open_stream(source, name) as stream:
+        stream._conn.notices.append(notice)
+        if missing:
+            with pytest.raises(SlotLost, match="Publication stream_test is missing"):
+                stream.read(1 << 20, 0.1)
+        else:
+            stream.read(1 << 20, 0.1)

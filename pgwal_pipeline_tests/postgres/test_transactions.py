@@ -6,19 +6,20 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
-import psycopg
+import psycopg2
+import psycopg2.errors
 import pytest
 
 from pgwal_pipeline.errors import BlockedByTransaction, SourceRefused, SourceUnavailable
 from pgwal_pipeline.local.postgres import Postgres, servers
 from pgwal_pipeline.postgres import catalog, dsn, publication, transactions
+from pgwal_pipeline.postgres.connection import Connection, plain_session
 from pgwal_pipeline.postgres.transactions import begin_snapshot, older_transactions, wait_for_transactions
 from pgwal_pipeline_tests.support import Source, start_server, wait_for
 
 
-def begun(source: Source, statement: str = "select 1") -> tuple[psycopg.Connection[Any], int]:
+def begun(source: Source, statement: str = "select 1") -> tuple[Connection, int]:
     """An open transaction with a number."""
     source.sql("select 1")  # `sql` has a connection of its own
     connection = source.connect(autocommit=False, application_name="old one")
@@ -133,9 +134,9 @@ def test_snapshot_of_a_primary(source_matrix: Source) -> None:
         old.commit()
         assert conn.execute("select id from public.t").fetchall() == [(2,)]
         assert conn.execute("show transaction_isolation").fetchone() == ("repeatable read",)
-        with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
+        with pytest.raises(psycopg2.errors.ReadOnlySqlTransaction):
             conn.execute("create table public.u ()")
-        conn.rollback()
+        conn.execute("ROLLBACK")
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +205,7 @@ def test_snapshots_of_a_standby_are_exact_under_load(pair: tuple[Source, Source]
     stop = threading.Event()
 
     def write(seconds: float) -> None:
-        with psycopg.connect(primary.dsn) as conn:
+        with plain_session(primary.dsn, autocommit=False) as conn:
             while not stop.is_set():
                 conn.execute("insert into busy values (txid_current())")
                 time.sleep(seconds)
@@ -219,7 +220,7 @@ def test_snapshots_of_a_standby_are_exact_under_load(pair: tuple[Source, Source]
             with dsn.connect(standby.dsn) as conn:
                 xmin, xmax, running = begin_snapshot(conn).split(":")
                 seen = {row[0] for row in conn.execute("select xid from public.busy")}
-                conn.rollback()
+                conn.execute("ROLLBACK")
             listed = {int(xid) for xid in running.split(",") if xid}
             assert not seen & listed
             assert all(xid < int(xmax) for xid in seen)

@@ -1,0 +1,261 @@
+"""Sessions of psycopg2: how one is opened, how a statement is run and waited for, and how a wait is interrupted.
+
+psycopg2 waits for the server inside libpq, where no signal reaches Python. So sessions are asynchronous: the waiting is done here, and an
+interrupt ends it at once. Only COPY needs a session that blocks (`open_session` with `blocking`); it belongs to a thread, which gets no
+signals anyway.
+"""
+
+import ipaddress
+import os
+import pwd
+import random
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import psycopg2
+from psycopg2 import extensions
+from psycopg2.extras import LogicalReplicationConnection
+
+CANCEL_WAIT = 5
+"""Seconds that an interrupted statement gets to end on the server."""
+
+_LONGEST_CONNECT = 130  # seconds for one address where nobody says how long
+_LEAST_CONNECT = 2
+_VARIABLES = {
+    "host": "PGHOST",
+    "hostaddr": "PGHOSTADDR",
+    "port": "PGPORT",
+    "user": "PGUSER",
+    "dbname": "PGDATABASE",
+    "service": "PGSERVICE",
+    "connect_timeout": "PGCONNECT_TIMEOUT",
+    "target_session_attrs": "PGTARGETSESSIONATTRS",
+    "load_balance_hosts": "PGLOADBALANCEHOSTS",
+}
+
+OnWait = Callable[[], None]
+Params = Sequence[Any] | Mapping[str, Any] | None
+
+
+class Cursor(Protocol):
+    """What a statement gave."""
+
+    @property
+    def rowcount(self) -> int: ...
+    @property
+    def description(self) -> Any: ...
+    def fetchone(self) -> tuple[Any, ...] | None: ...
+    def fetchall(self) -> list[tuple[Any, ...]]: ...
+    def __iter__(self) -> Iterator[tuple[Any, ...]]: ...
+
+
+class _Statements:
+    """What all sessions can do. A context manager that closes the session at its end.
+
+    Threads may share one: `lock` is held while a statement is under way, and another waits for it.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.lock = threading.RLock()
+
+    def execute(self: Any, statement: str | bytes, params: Params = None) -> Cursor:
+        """Run a statement; its rows, those of the last one where several are sent together. Raises psycopg2.Error.
+
+        `%s` and `%(name)s` stand for `params`; without them a `%` is only a percent sign.
+        """
+        with self.lock:
+            cursor = self.cursor()
+            cursor.execute(statement, params or None)
+            if self.async_:
+                wait(self)
+            return cursor
+
+    @contextmanager
+    def transaction(self: Any) -> Iterator[None]:
+        """A transaction, or a savepoint inside of one: committed at the end of the context, rolled back where that is left by an error."""
+        inside = self.info.transaction_status != extensions.TRANSACTION_STATUS_IDLE
+        begin, commit, back = ("SAVEPOINT pgwal", "RELEASE pgwal", "ROLLBACK TO pgwal; RELEASE pgwal") if inside else _WHOLE
+        self.execute(begin)
+        try:
+            yield
+        except BaseException:
+            with suppress(psycopg2.Error):
+                self.execute(back)
+            raise
+        self.execute(commit)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self: Any, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+_WHOLE = ("BEGIN", "COMMIT", "ROLLBACK")
+
+
+class Connection(_Statements, extensions.connection):
+    """A session for SQL."""
+
+    parameters: Mapping[str, str]
+    """What it was made with by `open_session`."""
+
+
+class ReplicationConnection(_Statements, LogicalReplicationConnection):
+    """A walsender's session, which takes replication commands and plain SQL."""
+
+    parameters: Mapping[str, str]
+    """What it was made with by `open_session`."""
+
+
+_Session = TypeVar("_Session", Connection, ReplicationConnection)
+
+
+def wait(conn: Connection | ReplicationConnection, on_wait: OnWait | None = None, every: float = 0.25) -> None:
+    """Wait for what is under way on `conn`: its making, or a statement.
+
+    `on_wait` is called about every `every` seconds meanwhile; what it raises ends the wait and leaves the statement running. Without it an
+    interrupt has the server cancel the statement before it passes. Raises psycopg2.Error.
+    """
+    try:
+        _poll(conn, on_wait, every)
+    except psycopg2.Error:
+        raise
+    except BaseException:
+        if on_wait is None:
+            _call_off(conn)
+        raise
+
+
+def open_session(kind: type[_Session], parameters: Mapping[str, str], *, blocking: bool = False) -> _Session:
+    """Connect with libpq's `parameters`, to the first of the addresses they lead to that takes the connection.
+
+    The names are looked up here, and each address has `connect_timeout` for itself, for libpq sees to neither when it is not to block.
+    Raises psycopg2.OperationalError, with what each address said.
+    """
+    failures: list[str] = []
+    for attempt in _attempts(parameters):
+        try:
+            return _connected(kind, attempt, blocking)
+        except psycopg2.OperationalError as error:
+            failures.append(str(error).strip())
+    raise psycopg2.OperationalError("\n".join(failures))
+
+
+def plain_session(dsn: str, *, autocommit: bool = True, **parameters: Any) -> Connection:
+    """A session that blocks, as libpq makes it of `dsn` and the `parameters` over it: nothing is pinned. Raises psycopg2.Error."""
+    conn = psycopg2.connect(extensions.make_dsn(dsn, **parameters), connection_factory=Connection)
+    conn.autocommit = autocommit
+    return conn
+
+
+def default_of(keyword: str) -> str | None:
+    """What libpq takes for a parameter that a DSN leaves out: its environment variable's value, or the name of this process's user."""
+    value = os.environ.get(_VARIABLES[keyword])
+    if value is None and keyword == "user":
+        try:
+            value = pwd.getpwuid(os.geteuid()).pw_name
+        except KeyError:
+            return None
+    return value
+
+
+def _connected(kind: type[_Session], parameters: Mapping[str, str], blocking: bool) -> _Session:
+    dsn = extensions.make_dsn(**parameters)
+    if blocking:
+        conn = psycopg2.connect(dsn, connection_factory=kind)
+        conn.autocommit = True
+        return conn
+    conn = psycopg2.connect(dsn, connection_factory=kind, async_=1)
+    conn.parameters = parameters
+    deadline = time.monotonic() + _connect_timeout(parameters)
+
+    def give_up() -> None:
+        if time.monotonic() > deadline:
+            at = parameters.get("hostaddr") or parameters.get("host") or "the server"
+            raise psycopg2.OperationalError(f"connection to {at} failed: timeout expired")
+
+    try:
+        _poll(conn, give_up, 0.25)
+    except BaseException:
+        conn.close()
+        raise
+    return conn
+
+
+def _poll(conn: Connection | ReplicationConnection, on_wait: OnWait | None, every: float) -> None:
+    while (state := conn.poll()) != extensions.POLL_OK:
+        ready = select.poll()
+        ready.register(conn.fileno(), select.POLLOUT if state == extensions.POLL_WRITE else select.POLLIN)
+        # Not without end: what TLS has taken out of the socket already does not make it readable.
+        if not ready.poll(every * 1000) and on_wait is not None:
+            on_wait()
+
+
+def _call_off(conn: Connection | ReplicationConnection) -> None:
+    """Cancel the statement that runs, so that nothing of it goes on, or waits for a lock, when its client has gone.
+
+    By a session of its own: libpq's own way to cancel blocks, with all of Python. A server that does not answer is not waited for.
+    """
+    deadline = time.monotonic() + CANCEL_WAIT
+
+    def give_up() -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+
+    with suppress(psycopg2.Error, TimeoutError):
+        with _connected(Connection, {**conn.parameters, "connect_timeout": str(CANCEL_WAIT)}, blocking=False) as other:
+            cursor = other.cursor()
+            cursor.execute("SELECT pg_catalog.pg_cancel_backend(%s)", [conn.info.backend_pid])
+            _poll(other, give_up, 0.1)
+        _poll(conn, give_up, 0.1)
+
+
+def _connect_timeout(parameters: Mapping[str, str]) -> float:
+    seconds = int(float(parameters.get("connect_timeout") or default_of("connect_timeout") or 0))
+    return max(seconds, _LEAST_CONNECT) if seconds > 0 else _LONGEST_CONNECT
+
+
+def _attempts(parameters: Mapping[str, str]) -> list[dict[str, str]]:
+    """The parameters once for each address, in the order in which libpq would try them. Raises psycopg2.OperationalError."""
+
+    def given(keyword: str) -> str:
+        return parameters.get(keyword) or default_of(keyword) or ""
+
+    lists = {keyword: given(keyword).split(",") for keyword in ("host", "hostaddr", "port") if given(keyword)}
+    count = max((len(values) for keyword, values in lists.items() if keyword != "port"), default=1)
+    if any(len(values) not in ({1, count} if keyword == "port" else {count}) for keyword, values in lists.items()):
+        raise psycopg2.OperationalError(f"could not match {count} hosts, addresses and ports")
+    prefer_standby = given("target_session_attrs") == "prefer-standby"
+    base = dict(parameters) | ({"target_session_attrs": "any"} if prefer_standby else {})
+    found: list[dict[str, str]] = []
+    failure: OSError | None = None
+    for number in range(count):
+        attempt = base | {keyword: values[number % len(values)] for keyword, values in lists.items()}
+        try:
+            found += [attempt | address for address in _addresses(attempt)]
+        except OSError as error:
+            failure = error
+    if not found:
+        raise psycopg2.OperationalError(f"failed to resolve host: {failure}")
+    if given("load_balance_hosts") == "random":
+        random.shuffle(found)
+    return [attempt | {"target_session_attrs": "standby"} for attempt in found] + found if prefer_standby else found
+
+
+def _addresses(attempt: Mapping[str, str]) -> list[dict[str, str]]:
+    """The addresses of a host, as parameters. Raises OSError, and UnicodeError for what cannot be a name."""
+    host = attempt.get("host", "")
+    if attempt.get("hostaddr") or not host or host.startswith(("/", "@")):
+        return [{}]
+    with suppress(ValueError):
+        return [{"hostaddr": str(ipaddress.ip_address(host))}]
+    answers = socket.getaddrinfo(host, attempt.get("port") or "5432", proto=socket.IPPROTO_TCP, type=socket.SOCK_STREAM)
+    return [{"hostaddr": str(answer[4][0])} for answer in answers]
