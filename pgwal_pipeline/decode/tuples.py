@@ -1,7 +1,7 @@
 """Reads the tuples of many messages column by column: where each field's text is, and whether it has one.
 
-All fields of all tuples are numbered in the order of the stream; a field is identified by its number. The fields of one tuple are consecutive: column k of a
-tuple whose first field is f is the field f + k.
+All fields of all tuples are numbered in the order of the stream; a field is identified by its number. The fields of one
+tuple are consecutive: column k of a tuple whose first field is f is the field f + k.
 """
 
 import sys
