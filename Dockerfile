@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# One image for the code server (where the runs are), the webserver and the daemon; docker-compose.yaml shows them together.
+# One image for the code server (which executes the runs), the webserver and the daemon; docker-compose.yaml shows them together.
 
 FROM python:3.12-slim-bookworm AS base
 ENV PYTHONUNBUFFERED=1 \
@@ -16,10 +16,10 @@ WORKDIR /build
 RUN python -m venv /opt/pgwal
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY pgwal_pipeline ./pgwal_pipeline
-# dagster-postgres keeps Dagster's own events; its dialect wants a SQLAlchemy that still has psycopg2 as the default.
+# dagster-postgres stores Dagster's events. It needs a SQLAlchemy in which psycopg2 is still the default driver.
 RUN --mount=type=cache,target=/opt/cache/pip \
     pip install --constraint constraints.txt . 'dagster-postgres>=0.29,<0.30' 'sqlalchemy<2.1'
-# Delta's jars are fetched now, not by the first run, and what Spark loads is recorded for a quicker start.
+# Download Delta's jars now and not in the first run, and record the classes that Spark loads for a quicker start.
 RUN python -m pgwal_pipeline.local.jars && python -m pgwal_pipeline.lake.record_classes && rm -rf /opt/cache/pip
 
 FROM base
@@ -34,7 +34,7 @@ ENV DAGSTER_HOME=/var/lib/pgwal/dagster \
 WORKDIR /var/lib/pgwal
 USER pgwal
 EXPOSE 3000 4000
-# tini hands signals on and collects what runs leave behind.
+# tini forwards signals and reaps the processes that runs leave behind.
 ENTRYPOINT ["tini", "--"]
 CMD ["dagster-webserver", "-h", "0.0.0.0", "-p", "3000", "-w", "/etc/pgwal/workspace.yaml"]
 HEALTHCHECK --interval=15s --timeout=10s --start-period=60s --retries=4 \

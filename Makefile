@@ -1,10 +1,10 @@
-# What a developer or a user types. Everything runs in .venv; nothing needs to be activated.
+# The commands for users and developers. Everything runs in .venv, which need not be activated.
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 RECORDED := .venv/.recorded
 CODE := pgwal_pipeline pgwal_pipeline_tests bench
-# Hundreds of processes load the same modules: compiling them anew each time would be a tenth of all that the tests do.
+# Hundreds of processes load the same modules. Compiling them each time would take a tenth of the tests' time.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -15,7 +15,7 @@ help: ## this list
 
 install: $(RECORDED) ## .venv with the pipeline, a Postgres, a Java and Delta's jars; quick the second time
 
-# Last of all the stamp: an installation that was cut off is done again.
+# The stamp is written last, so that an interrupted installation is done again.
 $(STAMP): pyproject.toml constraints.txt .ci/install
 	@.ci/install
 	@$(BIN)/python -m pgwal_pipeline.local.jars
@@ -31,7 +31,7 @@ demo: install ## embedded Postgres, a live workload, the pipeline and Dagster's 
 test: $(STAMP) ## lint, types and every test
 	@$(MAKE) --no-print-directory --jobs 2 install tests
 
-# At the first time all of it goes on beside the recording of Spark's classes, which keeps one core busy.
+# The first time, the tests run while Spark's classes are recorded, which keeps one core busy.
 tests: lint
 	@$(PYTEST) -m 'not soak' -n 4 --dist worksteal
 
@@ -43,9 +43,9 @@ lint: $(STAMP) ## ruff and pyright
 bench: install ## the benchmarks; results go to artifacts/
 	@$(BIN)/python -m bench
 
-soak: install ## what takes hours: rounds of chaos, random changes and kills, and further variants of the tests
+soak: install ## tests that take hours: rounds of chaos, random changes and kills, and further variants of the tests
 	@$(PYTEST) -m soak --timeout 0
 
-clean: ## remove what was built and what the demo made; the lake and .dagster stay
+clean: ## remove what was built and the demo's data; the lake and .dagster stay
 	rm -rf .venv .demo build dist .pytest_cache .ruff_cache .hypothesis
 	find pgwal_pipeline pgwal_pipeline_tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

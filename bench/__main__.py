@@ -1,4 +1,4 @@
-"""`python -m bench [NAME…]`: run the benchmarks, print what they found and write it to `artifacts/bench.json`."""
+"""`python -m bench [NAME…]`: run the benchmarks, print the results and write them to `artifacts/bench.json`."""
 
 from collections.abc import Callable
 
@@ -12,14 +12,14 @@ NAMES = ("drain", "tables", "memory", "publish", "snapshot", "catch_up", "help")
 
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(NAMES))
-@click.option("--rounds", default=3, show_default=True, help="Rounds of each measure; the median counts.")
-@click.option("--scale", default=1.0, show_default=True, help="A factor for all sizes, to try things out.")
+@click.option("--rounds", default=3, show_default=True, help="Rounds of each measurement; the result is the median.")
+@click.option("--scale", default=1.0, show_default=True, help="A factor for all sizes; smaller than 1 for a quick try.")
 def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
     """Run the benchmarks called NAMES, or all of them.
 
-    drain: 800,000 changes against pg_recvlogical. tables: the same over 50 tables and in one. memory: one transaction of 5 million rows and
-    of 1 million. publish: 100,000 changed keys into a million rows against a MERGE by hand. snapshot: 3 million rows against COPY.
-    catch_up: 2 GB of WAL in one, two and three windows, one round. help: how soon the command answers.
+    drain: 800,000 changes, against pg_recvlogical. tables: the same changes over 50 tables and in one. memory: one transaction of 5 million
+    rows and one of 1 million. publish: 100,000 changed keys into a million rows, against a hand-written MERGE. snapshot: 3 million rows,
+    against COPY. catch_up: 2 GB of WAL in one, two and three windows, one round. help: the time of `pgwal --help`.
     """
     console = Console()
     for name in names or NAMES:

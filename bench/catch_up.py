@@ -1,4 +1,4 @@
-"""What a catch-up in windows gains, and what it costs the server: a long backlog read by one, two and three, against `pg_recvlogical`."""
+"""How much faster a catch-up is, and what it costs the server: a backlog read in one, two and three windows, against `pg_recvlogical`."""
 
 import os
 import resource
@@ -26,8 +26,8 @@ _CHANGES_AT_ONCE = 200_000
 
 
 def in_windows(backlog: int, rounds: int) -> Result:
-    """`backlog` bytes of WAL drained in one, two and three windows, however few cores there are, and read by one `pg_recvlogical`."""
-    # The planner takes no more windows than there are cores; here it is to be seen why.
+    """Measure draining `backlog` bytes of WAL in one, two and three windows, and reading them with one `pg_recvlogical`."""
+    # The planner takes no more windows than there are cores. This benchmark shows why, so it must not be limited.
     catch_up.cores = lambda: max(_READERS)
     with server() as postgres, tempfile.TemporaryDirectory() as folder:
         dsn = make_database(postgres, "bench")
@@ -86,12 +86,12 @@ def _settings(dsn: str, folder: str, readers: int, number: int) -> Settings:
 
 
 def _spent(postgres: Postgres, work: Callable[[], object]) -> tuple[float, float, float]:
-    """Wall seconds of `work`, and the seconds of CPU that the server's processes took meanwhile, and this one with its children."""
+    """Return the wall seconds of `work`, the CPU seconds of the server's processes, and those of this process with its children."""
     os.sync()
     server_before, own_before, begin = _server_cpu(postgres), _own_cpu(), time.perf_counter()
     work()
     wall, own = time.perf_counter() - begin, _own_cpu() - own_before
-    time.sleep(1)  # processes that have just ended are counted by their parent when it comes to it
+    time.sleep(1)  # the CPU time of ended processes counts only once their parent has reaped them
     return wall, _server_cpu(postgres) - server_before, own
 
 
@@ -101,7 +101,7 @@ def _own_cpu() -> float:
 
 
 def _server_cpu(postgres: Postgres) -> float:
-    """Seconds of CPU that the server's processes have taken, those that have ended included."""
+    """Return the CPU seconds of the server's processes, including those that have ended."""
     pid = postgres.pid
     assert pid is not None
     server = psutil.Process(pid)

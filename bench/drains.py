@@ -1,4 +1,4 @@
-"""How fast a drain is: against the server's own way to read a slot, and over many tables against one."""
+"""How fast a drain is, compared with the server's own `pg_recvlogical`, and over many tables compared with one."""
 
 import os
 import subprocess
@@ -16,11 +16,11 @@ from pgwal_pipeline.settings import Settings
 
 
 def against_pg_recvlogical(changes: int, rounds: int) -> Result:
-    """A drain into durable raw tables against `pg_recvlogical` that throws away the same messages."""
+    """Measure a drain into durable raw tables against `pg_recvlogical`, which discards the same messages."""
     with server() as postgres, tempfile.TemporaryDirectory() as folder:
         dsn = make_database(postgres, "bench")
         tables = make_tables(dsn, 5)
-        # A slot for each round, made before the load: every one of them has the same backlog.
+        # A slot for each round, created before the load, so that each has the same backlog.
         for number in range(rounds):
             bootstrap(_settings(dsn, folder, number), progress=Silent())
             make_slot(dsn, f"recv_{number}")
@@ -45,7 +45,7 @@ def against_pg_recvlogical(changes: int, rounds: int) -> Result:
 
 
 def many_tables(changes: int, rounds: int) -> Result:
-    """The same changes over 50 tables and in one."""
+    """Measure draining the same changes over 50 tables and in one."""
     measures = []
     with server() as postgres, tempfile.TemporaryDirectory() as folder:
         for count in (1, 50):
@@ -73,7 +73,7 @@ def _settings(dsn: str, folder: str, number: int, prefix: str = "pgwal") -> Sett
 
 
 def _drain(settings: Settings) -> tuple[float, int]:
-    """Wall seconds of the whole drain, checks and confirmation included, and its changes."""
+    """Return the wall seconds of a drain, including checks and confirmation, and its number of changes."""
     os.sync()
     begin = time.perf_counter()
     report = drain(settings, progress=Silent())
@@ -81,13 +81,13 @@ def _drain(settings: Settings) -> tuple[float, int]:
 
 
 def make_slot(dsn: str, name: str) -> None:
-    """A slot for `pg_recvlogical`."""
+    """Create a slot for `pg_recvlogical`."""
     with plain_session(dsn) as conn:
         conn.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [name])
 
 
 def pg_recvlogical(postgres: Postgres, dsn: str, slot: str, end: str) -> float:
-    """Wall seconds of reading `slot` up to `end` with the server's own program, which throws away what it reads."""
+    """Read `slot` up to `end` with `pg_recvlogical`, which discards what it reads; return the wall seconds."""
     options = [f"--option=publication_names={PUBLICATION}", "--option=proto_version=4", f"--endpos={end}"]
     command = [
         str(postgres.installation.bin / "pg_recvlogical"),

@@ -1,4 +1,4 @@
-"""How much memory a drain takes, however large a transaction is."""
+"""How much memory a drain takes, and that it does not depend on the size of a transaction."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ _BUDGET = "128MB"
 
 
 def one_transaction(rows: tuple[int, int], rounds: int) -> Result:
-    """The largest memory (PSS) of a drain that meets one transaction of `rows` narrow rows, first the fewer and then the more."""
+    """Measure the peak memory (PSS) of a drain of one transaction of narrow rows, first with `rows[0]` rows, then with `rows[1]`."""
     measures = []
     with server() as postgres, tempfile.TemporaryDirectory() as folder:
         for count in (0, *rows):
@@ -56,7 +56,7 @@ def one_transaction(rows: tuple[int, int], rounds: int) -> Result:
 
 
 def peak_of_drain(environment: Mapping[str, str]) -> float:
-    """Run a drain in a process of its own and return the largest PSS, in bytes, of it and its children together."""
+    """Run a drain in a new process; return the peak PSS, in bytes, of it and its children together."""
     program = "from pgwal_pipeline.pipeline.drain import drain; from pgwal_pipeline.progress import Silent; "
     program += "from pgwal_pipeline.settings import Settings; drain(Settings.from_environment(), progress=Silent())"
     with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **environment}) as process:
@@ -64,7 +64,7 @@ def peak_of_drain(environment: Mapping[str, str]) -> float:
 
 
 def peak_pss(process: "subprocess.Popen[Any]") -> int:
-    """Wait for a process to end and return the largest PSS, in bytes, of it and its children together; one look each 0.1 s."""
+    """Wait for a process to end; return the peak PSS, in bytes, of it and its children together, sampled every 0.1 s."""
     peak = 0
     while process.poll() is None:
         peak = max(peak, sum(map(_pss, _family(process.pid))))
@@ -83,7 +83,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _pss(process: psutil.Process) -> int:
-    """Bytes of memory that a process would free by ending, shared pages in proportion; a JVM counts as nothing."""
+    """Return the PSS of a process in bytes, in which shared pages count in proportion. A JVM counts as 0."""
     try:
         return 0 if process.name() == "java" else process.memory_full_info().pss
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""How fast a publish is, against a MERGE that somebody wrote by hand for one table."""
+"""How fast a publish is, compared with a hand-written MERGE for one table."""
 
 import tempfile
 import time
@@ -23,7 +23,7 @@ _TABLE = "t00"
 
 
 def against_merge(rows: int, changed: int, rounds: int) -> Result:
-    """A publish of `changed` keys into a table of `rows` rows, against a MERGE of the very same rows, both in one warm session."""
+    """Measure a publish of `changed` keys into a table of `rows` rows against a MERGE of the same rows, both in one warm session."""
     with server() as postgres, tempfile.TemporaryDirectory() as folder:
         dsn = make_database(postgres, "bench")
         make_tables(dsn, 1)
@@ -45,7 +45,7 @@ def against_merge(rows: int, changed: int, rounds: int) -> Result:
             ours.append(_seconds(lambda: publish(settings, lambda: spark, progress=Silent())))
         _assert_same(spark, current, by_hand)
         spark.stop()
-    # The first round pays for what a JVM does once.
+    # The first round is left out: it includes what a JVM does once.
     published = Measure("publish", "s", tuple(ours[1:]))
     merged = Measure("MERGE by hand", "s", tuple(theirs[1:]))
     return Result(
@@ -58,7 +58,7 @@ def against_merge(rows: int, changed: int, rounds: int) -> Result:
 
 
 def _change(dsn: str, rows: int, changed: int, number: int) -> None:
-    """Nine tenths updates all over the table, one tenth new rows, in one transaction. Each changed row bears the round's number."""
+    """Change rows in one transaction: nine tenths updates all over the table, one tenth new rows, each marked with the round's number."""
     updates, step = changed * 9 // 10, max(rows * 10 // (changed * 9), 1)
     first = rows + 1 + number * changed
     with plain_session(dsn) as conn, conn.transaction():
@@ -75,9 +75,9 @@ def _change(dsn: str, rows: int, changed: int, number: int) -> None:
 
 
 def _newest_rows(dsn: str, spark: "SparkSession", path: Path, number: int) -> str:
-    """The rows that round `number` changed, as a Delta table: what the merge by hand is given, with nothing left for it to work out."""
+    """Write the rows that round `number` changed to a Delta table, from which the hand-written MERGE reads; return its path."""
     path.mkdir()
-    # A boolean as Spark's CSV reader knows it.
+    # As text, since Spark's CSV reader does not know `t` and `f` as booleans.
     columns = "id, customer, status, amount, quantity, note, score, active::text, day, changed_at"
     statement = f"COPY (SELECT {columns} FROM {_TABLE} WHERE quantity = -{number + 1}) TO STDOUT (FORMAT csv)".encode()
     with plain_session(dsn) as conn, conn.cursor() as cursor, (path / "rows.csv").open("wb") as file:
@@ -89,7 +89,7 @@ def _newest_rows(dsn: str, spark: "SparkSession", path: Path, number: int) -> st
 
 
 def _copy(spark: "SparkSession", source: str, target: str) -> None:
-    """The table as somebody would have it who merges by hand: the source's columns alone, deletion vectors on."""
+    """Copy the table for the hand-written MERGE: only the source's columns, with deletion vectors on."""
     frame = spark.read.format("delta").load(source)
     frame.select([name for name in frame.columns if not name.startswith("_pgwal_")]).write.format("delta").option(
         "delta.enableDeletionVectors", "true"

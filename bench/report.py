@@ -1,4 +1,4 @@
-"""What a benchmark found, on a terminal and as JSON."""
+"""The results of a benchmark, printed on a terminal and saved as JSON."""
 
 import json
 import os
@@ -18,7 +18,7 @@ RESULTS = Path("artifacts/bench.json")
 
 @dataclass(frozen=True)
 class Measure:
-    """One thing measured: the `values` of all rounds in `unit`, and their median."""
+    """One measurement: the `values` of all rounds in `unit`, and their median."""
 
     what: str
     unit: str
@@ -26,13 +26,13 @@ class Measure:
 
     @property
     def median(self) -> float:
-        """The middle value."""
+        """The median of the values."""
         return statistics.median(self.values)
 
 
 @dataclass(frozen=True)
 class Result:
-    """A benchmark's outcome: `measures`, and what they come to in `ratio`, which `ratio_of` explains."""
+    """A benchmark's result: `measures`, and the `ratio` of two of them, which `ratio_of` explains."""
 
     name: str
     says: str
@@ -58,7 +58,7 @@ def show(console: Console, result: Result) -> None:
 
 
 def save(result: Result) -> None:
-    """Write the result with a word on the machine to `RESULTS`; those of other benchmarks stay in it."""
+    """Write the result and the machine's data to `RESULTS`; results of other benchmarks stay there."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     medians = {measure.what: measure.median for measure in result.measures}
     known[result.name] = {**asdict(result), "medians": medians, "machine": machine()}
@@ -67,7 +67,7 @@ def save(result: Result) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return what the figures depend on: time, cores, memory, system and versions."""
     return {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "cores": os.cpu_count(),

@@ -1,4 +1,4 @@
-"""How fast a snapshot is, against what COPY alone can do; and whether its memory grows with the table."""
+"""How fast a snapshot is, compared with COPY alone, and whether its memory grows with the table."""
 
 import json
 import os
@@ -29,7 +29,7 @@ print(json.dumps({"seconds": time.perf_counter() - began, "rows": sum(table.rows
 
 
 def against_copy(rows: int, rounds: int) -> Result:
-    """A table of `rows` rows and ten columns, read into the lake in chunks, against `COPY … TO STDOUT` into nothing in one connection."""
+    """Measure reading a table of `rows` rows and ten columns into the lake in chunks against one discarded `COPY … TO STDOUT`."""
     ours, theirs, memory = [], [], []
     with server() as postgres:
         dsn = _filled(postgres, "bench", rows)
@@ -70,7 +70,7 @@ def _copy_seconds(dsn: str) -> float:
 
 
 def _snapshot(dsn: str, rows: int, name: str) -> tuple[float, float]:
-    """Seconds, and the most memory its process had, in MB."""
+    """Take a snapshot in a new process; return its seconds and its peak memory in MB."""
     with tempfile.TemporaryDirectory() as folder:
         values = {"source_dsn": dsn, "lake": str(Path(folder, "lake")), "publication": PUBLICATION, "slot": name}
         bootstrap(Settings.from_environment({}, **values), progress=Silent())

@@ -1,4 +1,4 @@
-"""A server for the benchmarks, and the changes that are drained from it."""
+"""A server for the benchmarks, and the changes made on it."""
 
 import contextlib
 import tempfile
@@ -10,7 +10,7 @@ from pgwal_pipeline.postgres.connection import plain_session
 
 PUBLICATION = "bench"
 
-# What a small production server has, but for room: nothing may be thrown away while several slots wait for their turn.
+# Like a small production server, except for the WAL: none may be removed while several slots wait to be read.
 _SETTINGS = {
     "wal_level": "logical",
     "shared_buffers": "256MB",
@@ -20,7 +20,7 @@ _SETTINGS = {
     "autovacuum": "off",
 }
 
-# Ten columns of the types that most tables are made of.
+# Ten columns of common types.
 _COLUMNS = """
     id bigint PRIMARY KEY, customer integer NOT NULL, status text NOT NULL, amount numeric(12,2) NOT NULL,
     quantity smallint, note text, score double precision, active boolean NOT NULL, day date NOT NULL, changed_at timestamptz NOT NULL"""
@@ -29,7 +29,7 @@ _BATCH = 1000  # changes a transaction
 
 @contextlib.contextmanager
 def server() -> Iterator[Postgres]:
-    """A fresh server in a folder of its own; both are gone afterwards."""
+    """Start a new server in a temporary folder; both are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="pgwal-bench-") as folder:
         Path(folder).chmod(0o755)
         postgres = Postgres(Path(folder) / "data", settings=_SETTINGS)
@@ -41,7 +41,7 @@ def server() -> Iterator[Postgres]:
 
 
 def make_database(postgres: Postgres, name: str) -> str:
-    """A new database on `postgres`; returns its DSN."""
+    """Create a database on `postgres`; return its DSN."""
     with plain_session(postgres.dsn()) as conn:
         conn.execute(f'CREATE DATABASE "{name}"'.encode())
     return postgres.dsn(name)
@@ -58,10 +58,10 @@ def make_tables(dsn: str, count: int) -> list[str]:
 
 
 def load(dsn: str, tables: Sequence[str], changes: int, times: int = 0) -> int:
-    """Make about `changes` changes, 60 % inserts, 30 % updates and 10 % deletes, in transactions of a thousand on one table after another.
+    """Make about `changes` changes, 60 % inserts, 30 % updates and 10 % deletes; return the exact number.
 
-    Returns the exact number. Updates and deletes hit rows that the transaction before on the same table has inserted. `times` is how often
-    that many were made before.
+    Each transaction makes about a thousand on one table; the tables take turns. Updates and deletes change rows that the table's previous
+    transaction inserted. `times` is how many calls with the same `changes` came before.
     """
     inserts = _BATCH * 6 // 10
     made = 0
@@ -82,14 +82,14 @@ def load(dsn: str, tables: Sequence[str], changes: int, times: int = 0) -> int:
 
 
 def values(number: str) -> str:
-    """A row of the tables as a select list; everything follows from the SQL expression `number`, the key."""
+    """Return a select list for a row of the tables; all values are computed from the SQL expression `number`, the key."""
     return f"""{number}, ({number} * 7919 % 100000)::int, (ARRAY['new','paid','sent','closed'])[1 + {number} % 4],
         ({number} % 1000000)::numeric / 100, ({number} % 50)::smallint, 'order ' || md5({number}::text), {number} * 0.37, {number} % 3 = 0,
         DATE '2025-01-01' + ({number} % 365)::int, TIMESTAMPTZ '2025-01-01 00:00Z' + {number} * interval '1 second'"""
 
 
 def flush_lsn(dsn: str) -> str:
-    """Where the server's WAL ends, flushed."""
+    """Return the server's flush LSN, after a switch to a new WAL segment."""
     with plain_session(dsn) as conn:
         conn.execute("SELECT pg_switch_wal()")
         row = conn.execute("SELECT pg_current_wal_flush_lsn()::text").fetchone()

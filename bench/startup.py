@@ -1,4 +1,4 @@
-"""How soon the command answers."""
+"""How long `pgwal --help` takes."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from bench.report import Measure, Result
 
 
 def help_text(rounds: int) -> Result:
-    """Wall time of `pgwal --help`."""
+    """Measure the wall time of `pgwal --help`."""
     command = [str(Path(sys.executable).with_name("pgwal")), "--help"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     seconds = []

@@ -1,4 +1,4 @@
-"""The one place that names assets: their keys, their groups, and what the UI shows of them."""
+"""All assets: their keys, their groups, and what the UI shows of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from pgwal_pipeline.relation import TableName
 SOURCE, RAW, SNAPSHOT, CURRENT = "source", "raw", "snapshot", "current"
 
 REPORT = "pgwal/report"
-"""The metadata entry, on the slot's observations, under which a step leaves its report as JSON."""
+"""The metadata entry of the slot's observations that holds a step's report as JSON."""
 
 HEALTH_CHECK = "health"
 FOLLOWED_CHECK = "followed"
@@ -33,37 +33,40 @@ _RAW_COLUMNS = (
     (TEXT, "map<string,string>", "values that their columns cannot hold, as Postgres writes them"),
 )
 _CURRENT_COLUMNS = (
-    (COMMIT_LSN, "long", "the commit that the row's newest value came with"),
+    (COMMIT_LSN, "long", "where the commit record of the row's newest change starts"),
     (TEXT, "map<string,string>", "values that their columns cannot hold, as Postgres writes them"),
 )
 
 
 @dataclass(frozen=True)
 class AssetNames:
-    """The asset keys of one source: `<prefix…>/<layer>/<schema>/<table>`. Dagster writes keys to terminals, so names are fit for one."""
+    """The asset keys of one source: `<prefix…>/<layer>/<schema>/<table>`.
+
+    Dagster prints keys on terminals, so characters that would act on one are written out.
+    """
 
     slot_name: str
     prefix: tuple[str, ...] = ()
 
     @property
     def slot(self) -> dg.AssetKey:
-        """The replication slot, an external asset that every step reports on."""
+        """The key of the replication slot, an external asset. Every step reports on it."""
         return dg.AssetKey([*self.prefix, "slot", self.slot_name])
 
     def source(self, table: TableName) -> dg.AssetKey:
-        """The table in Postgres, an external asset."""
+        """Return the key of the table in Postgres, an external asset."""
         return self._of("postgres", table)
 
     def raw(self, table: TableName) -> dg.AssetKey:
-        """Every change of the table, window by window."""
+        """Return the key of the raw table: every change, window by window."""
         return self._of(RAW, table)
 
     def snapshot(self, table: TableName) -> dg.AssetKey:
-        """The rows that the table had before its changes were followed."""
+        """Return the key of the snapshot table: the rows from before the table's changes were followed."""
         return self._of(SNAPSHOT, table)
 
     def current(self, table: TableName) -> dg.AssetKey:
-        """The table as it is at the newest publish."""
+        """Return the key of the current table: the table as of the newest publish."""
         return self._of(CURRENT, table)
 
     def _of(self, layer: str, table: TableName) -> dg.AssetKey:
@@ -72,7 +75,7 @@ class AssetNames:
 
 @dataclass(frozen=True)
 class AssetSpecs:
-    """The specs of one source's assets, made from what is known of its tables."""
+    """Builds the specs of one source's assets from the known tables."""
 
     names: AssetNames
     lake: Lake
@@ -80,7 +83,7 @@ class AssetSpecs:
     slot_fails_after: timedelta = timedelta(minutes=30)
 
     def slot(self, publication: str) -> dg.AssetSpec:
-        """The slot. It counts as fresh while somebody sees that what is committed is read in time."""
+        """Return the slot's spec. The lag sensor keeps the slot fresh while commits are read in time."""
         return dg.AssetSpec(
             self.names.slot,
             group_name=SOURCE,
@@ -88,14 +91,15 @@ class AssetSpecs:
             owners=self.owners,
             description=(
                 f"The logical replication slot that feeds every raw table, on publication {code_span(publication)}. "
-                "Its plots are the lag and what each step read, wrote and took; it goes stale when nobody keeps up with the source."
+                "Its plots show the lag, and what each step read and wrote and how long it took. It is stale when runs do not keep up with "
+                "the source."
             ),
             metadata={"pgwal/publication": publication},
             freshness_policy=dg.FreshnessPolicy.time_window(fail_window=self.slot_fails_after, warn_window=self.slot_fails_after / 2),
         )
 
     def source(self, known: KnownTable) -> dg.AssetSpec:
-        """The table in Postgres; it is never written to."""
+        """Return the spec of the table in Postgres, which is never written to."""
         return dg.AssetSpec(
             self.names.source(known.table),
             group_name=SOURCE,
@@ -110,7 +114,7 @@ class AssetSpecs:
         )
 
     def raw(self, known: KnownTable) -> dg.AssetSpec:
-        """Every change of the table."""
+        """Return the spec of the raw table."""
         source = self.names.source(known.table)
         return dg.AssetSpec(
             self.names.raw(known.table),
@@ -119,14 +123,14 @@ class AssetSpecs:
             kinds={"postgres", "deltalake"},
             owners=self.owners,
             description=(
-                f"Every committed change of {code_span(str(known.table))}, once, in a Delta table that is only appended to. "
-                "A partition is a window of the write-ahead log, named by its end."
+                f"Every committed change of {code_span(str(known.table))}, exactly once, in an append-only Delta table. "
+                "A partition is a window of the write-ahead log; its key is the end LSN."
             ),
             metadata=_stored(self.lake.raw(known.place), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}),
         )
 
     def snapshot(self, known: KnownTable) -> dg.AssetSpec:
-        """The rows before the stream."""
+        """Return the spec of the snapshot table."""
         source = self.names.source(known.table)
         return dg.AssetSpec(
             self.names.snapshot(known.table),
@@ -135,8 +139,8 @@ class AssetSpecs:
             kinds={"postgres", "deltalake"},
             owners=self.owners,
             description=(
-                f"The rows that {code_span(str(known.table))} had when its changes began to be followed, read in chunks while the stream "
-                "goes on. Materialize it to read the table again."
+                f"The rows that {code_span(str(known.table))} had when the pipeline began to follow its changes, read in chunks while the "
+                "stream goes on. Materialize it to read the table again."
             ),
             metadata=_stored(
                 self.lake.snapshot(known.place),
@@ -146,19 +150,19 @@ class AssetSpecs:
         )
 
     def current(self, known: KnownTable) -> dg.AssetSpec:
-        """The table as it is."""
+        """Return the spec of the current table."""
         raw, snapshot = self.names.raw(known.table), self.names.snapshot(known.table)
         return dg.AssetSpec(
             self.names.current(known.table),
-            # Whether windows wait to be published is for the lag sensor to know. Going by partitions, Dagster would call a table out of
-            # sync for every window without a change of it.
+            # No partitions: the lag sensor decides when a publish is due. With partitions Dagster would show a table as out of sync for
+            # every window without a change of it.
             deps=[dg.AssetDep(raw, partition_mapping=dg.SpecificPartitionsPartitionMapping([])), snapshot],
             group_name=CURRENT,
             kinds={"pyspark", "deltalake"},
             owners=self.owners,
             description=(
                 f"{code_span(str(known.table))} as it was in Postgres at the newest publish. "
-                "All current tables stand at one and the same position: joining them shows one state of the source."
+                "All current tables are at the same LSN: joining them shows one state of the source."
             ),
             metadata=_stored(
                 self.lake.current(known.place),
@@ -203,7 +207,7 @@ def _lake_schema(known: KnownTable, ours: Iterable[tuple[str, str, str]]) -> dg.
 
 
 def _stored(path: str, schema: dg.TableSchema, lineage: Mapping[str, Sequence[dg.AssetKey]]) -> dict[str, Any]:
-    """Where a table of the lake lies, its columns, and what each of them is made from: the column of the same name upstream."""
+    """Return the metadata of a table in the lake: its path, its columns, and the upstream columns of the same name as their lineage."""
     return {
         "dagster/uri": path,
         "dagster/storage_kind": "deltalake",

@@ -1,4 +1,4 @@
-"""`pgwal`: the pipeline's commands. Imports stay inside the commands, so that `--help` answers at once."""
+"""`pgwal`: the pipeline's commands. Modules are imported inside the commands, so that `--help` answers at once."""
 
 import atexit
 import functools
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _INTERRUPTION = "interrupted; what was complete is safe, and the next run goes on from there."
-_CLEAN_SECONDS = 20.0  # what an interrupted command gets to unwind; every state it may be cut off in is one the next run starts from
+_CLEAN_SECONDS = 20.0  # for an interrupted command to unwind; if it is killed after that, the next run still goes on from where it was
 _NAMED_SECONDS = 3.0
-_DEMO_CLEAN_SECONDS = 120.0  # more than the bounds of all its parts together: cut off, it would leave its Postgres behind
-# Nothing of what a command loads is garbage: looking through all of it as often as Python does takes a tenth of its start.
+_DEMO_CLEAN_SECONDS = 120.0  # more than all its parts' timeouts together: killed earlier, the demo would leave its Postgres running
+# What a command loads is no garbage. At Python's own thresholds the collector takes a tenth of the start to scan it.
 _SELDOM = (2_000, 20, 100)
 
 
@@ -45,16 +45,16 @@ def main() -> None:
     from dotenv import load_dotenv
 
     gc.set_threshold(*_SELDOM)
-    atexit.register(gc.freeze)  # nor need it be looked through at the end, which takes another fifth
+    atexit.register(gc.freeze)  # no scan at exit either, which takes another fifth
     try:
         load_dotenv(".env")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8" if isinstance(error, UnicodeError) else error
-        _fail(f"The file .env in the working directory cannot be read ({reason}); it takes lines such as PGWAL_SLOT=pgwal.", 2)
+        _fail(f"The file .env in the working directory cannot be read ({reason}); write lines such as PGWAL_SLOT=pgwal into it.", 2)
 
 
 def _command(function: Callable[..., Any], clean_seconds: float | None = None) -> Callable[..., Any]:
-    """Turn what a command raises into one sentence on stderr and an exit code; interrupted, it has `clean_seconds` to end."""
+    """Turn what a command raises into one sentence on stderr and an exit code. After a signal it has `clean_seconds` to end."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def _command(function: Callable[..., Any], clean_seconds: float | None = None) -
             _await_name(interrupted)
             _fail(_INTERRUPTION, _EXIT_CODES[interrupted[0] if interrupted else signal.SIGINT])
         except click.Abort:
-            if interrupted:  # at a question, where click makes this of a KeyboardInterrupt
+            if interrupted:  # click raises Abort for a KeyboardInterrupt at a prompt
                 _fail(_INTERRUPTION, _EXIT_CODES[interrupted[0]])
             raise
         except (click.ClickException, click.exceptions.Exit):
@@ -86,17 +86,17 @@ def _command(function: Callable[..., Any], clean_seconds: float | None = None) -
 
 
 def _await_name(interrupted: list[signal.Signals]) -> None:
-    """Wait for the watching thread to say which signal it was; on a busy machine that takes it a moment."""
+    """Wait until the watching thread has recorded which signal came; on a busy machine that takes a moment."""
     deadline = time.monotonic() + _NAMED_SECONDS
     while not interrupted and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def _watch_signals(clean_seconds: float) -> list[signal.Signals]:
-    """Let SIGINT and SIGTERM interrupt the command; the signals that came, the first one first.
+    """Let SIGINT and SIGTERM interrupt the command; return the list to which received signals are added, in their order.
 
-    Whoever is stuck in a library then has `clean_seconds` to unwind, after which the process ends all the same. Dagster puts handlers of
-    its own in place while a run is executed, so what came is learned from the wakeup descriptor, which every handler leaves alone.
+    After a signal the command has `clean_seconds` to unwind; then the process ends, even if it is stuck in a library. Dagster installs
+    its own handlers while it executes a run, so signals are read from the wakeup descriptor, which no handler changes.
     """
     came: list[signal.Signals] = []
     reader, writer = socket.socketpair()
@@ -131,7 +131,7 @@ def _fail(sentence: str, code: int) -> NoReturn:
 
 @contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """Send whatever libraries print to stderr while the command works: stdout is for its answer alone."""
+    """Send what libraries print to stderr while the command works: stdout is for its answer alone."""
     saved = os.dup(1)
     sys.stdout.flush()
     os.dup2(2, 1)
@@ -177,7 +177,7 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print one J
 def _run(as_json: bool, work: "Callable[[ModuleType, Settings], RunReport]") -> None:
     """Run a command that goes through Dagster, print its report, and fail if a table could not be published.
 
-    `work` is given the module `runs`, which takes Dagster a second to load: what is wrong with a setting is said before.
+    `work` gets the module `runs`. Loading it, and Dagster with it, takes a second, so the settings are checked first.
     """
     started = time.monotonic()
     with _quiet_stdout():
@@ -190,9 +190,9 @@ def _run(as_json: bool, work: "Callable[[ModuleType, Settings], RunReport]") -> 
     if report.errors:
         tables = ", ".join(report.errors)
         reasons = " ".join(report.errors.values())
-        _fail(f"{tables} could not be published, the other tables were: {reasons}", 1)
+        _fail(f"{tables} could not be published; the other tables were. {reasons}", 1)
     if report.unread:
-        _fail(f"{', '.join(report.unread)} could not be read yet, the rest was done: {next(iter(report.unread.values()))}", 1)
+        _fail(f"{', '.join(report.unread)} could not be read yet; the rest was done. {next(iter(report.unread.values()))}", 1)
 
 
 def _report_lines(answer: dict[str, Any]) -> Iterator[str]:
@@ -215,7 +215,7 @@ def _report_lines(answer: dict[str, Any]) -> Iterator[str]:
 @_json_option
 @_command
 def sync(as_json: bool) -> None:
-    """The main job once: make what is missing, snapshot what needs it, drain to now, publish."""
+    """Run the main job once: create what is missing, snapshot what needs it, drain to now, publish."""
     _run(as_json, lambda runs, settings: runs.sync(settings))
 
 
@@ -223,7 +223,7 @@ def sync(as_json: bool) -> None:
 @_json_option
 @_command
 def drain(as_json: bool) -> None:
-    """Only from the slot to raw; takes no snapshot."""
+    """Read the slot into raw, and nothing else. Takes no snapshot."""
     _run(as_json, lambda runs, settings: runs.drain(settings))
 
 
@@ -231,13 +231,13 @@ def drain(as_json: bool) -> None:
 @_json_option
 @_command
 def publish(as_json: bool) -> None:
-    """Only from raw to current; works while the source is down."""
+    """Merge raw into current, and nothing else. Works while the source is down."""
     _run(as_json, lambda runs, settings: runs.publish(settings))
 
 
 @main.command()
 @click.argument("tables", nargs=-1, metavar="TABLE...")
-@click.option("--all", "every", is_flag=True, help="Every table; makes a lost or missing slot anew.")
+@click.option("--all", "every", is_flag=True, help="Every table. Also creates a lost or missing slot again.")
 @_json_option
 @_command
 def resnapshot(tables: tuple[str, ...], every: bool, as_json: bool) -> None:
@@ -252,7 +252,7 @@ def resnapshot(tables: tuple[str, ...], every: bool, as_json: bool) -> None:
 @_json_option
 @_command
 def status(as_json: bool) -> None:
-    """Where everything stands: slot, frontier, last publish, every table. Works while the source is down."""
+    """Show where everything is: slot, frontier, last publish, every table. Works while the source is down."""
     from pgwal_pipeline.pipeline.status import status as read_status
 
     with _quiet_stdout():
@@ -261,7 +261,7 @@ def status(as_json: bool) -> None:
     def lines() -> Iterator[str]:
         slot = answer["slot"]
         yield "slot      " + (
-            "none, or the source is down"
+            "missing, or the source is down"
             if slot is None
             else f"{slot['name']} confirmed {slot['confirmed_flush_lsn']}, {slot['lag_bytes']:,} bytes behind, WAL {slot['wal_status']}"
         )
@@ -283,7 +283,7 @@ def status(as_json: bool) -> None:
 @_json_option
 @_command
 def verify(tables: tuple[str, ...], as_json: bool) -> None:
-    """Compare source and current at one LSN, every value; brings current there first. Exit 1 on a difference."""
+    """Compare every value of source and current at one LSN; brings current there first. Exit 1 on a difference."""
     with _quiet_stdout():
         settings, names = _settings(), _table_names(tables) or None
         from pgwal_pipeline import runs
@@ -302,7 +302,7 @@ def verify(tables: tuple[str, ...], as_json: bool) -> None:
         _fail(f"{', '.join(different)} differ from the source; `pgwal resnapshot` reads them again.", 1)
     failed = {name: reason for name, reason in errors.items() if names is None or name in map(str, names)}
     if failed:
-        _fail(f"{', '.join(failed)} could not be compared, the other tables were: {' '.join(failed.values())}", 1)
+        _fail(f"{', '.join(failed)} could not be compared; the other tables were. {' '.join(failed.values())}", 1)
 
 
 @main.command("as-of")
@@ -310,7 +310,7 @@ def verify(tables: tuple[str, ...], as_json: bool) -> None:
 @_json_option
 @_command
 def as_of(when: str, as_json: bool) -> None:
-    """The newest publish at or before a position or a time, and the Delta versions that stand there together."""
+    """Show the newest publish at or before an LSN or a time, and the Delta versions of the tables there."""
     from pgwal_pipeline.pipeline.as_of import find_publish
 
     with _quiet_stdout():
@@ -328,7 +328,7 @@ def as_of(when: str, as_json: bool) -> None:
 @_json_option
 @_command
 def doctor(as_json: bool) -> None:
-    """Check everything the pipeline stands on, and say what mends what is wrong."""
+    """Check everything the pipeline needs, and say how to fix what is wrong."""
     from pgwal_pipeline.pipeline.doctor import examine
 
     with _quiet_stdout():
@@ -344,7 +344,7 @@ def doctor(as_json: bool) -> None:
     _answer(as_json, answer, lines)
     failed = [check.name for check in checks if not check.ok]
     if failed:
-        _fail(f"the pipeline cannot run until this is mended: {', '.join(failed)}.", 1)
+        _fail(f"the pipeline cannot run until this is fixed: {', '.join(failed)}.", 1)
 
 
 @main.command()
@@ -364,7 +364,7 @@ def drop(yes: bool, as_json: bool) -> None:
         dropped = drop_from_source(settings)
 
     def lines() -> Iterator[str]:
-        yield f"dropped {', '.join(dropped)}" if dropped else "nothing of ours was there"
+        yield f"dropped {', '.join(dropped)}" if dropped else "nothing to drop"
 
     _answer(as_json, {"dropped": dropped}, lines)
 
@@ -372,7 +372,7 @@ def drop(yes: bool, as_json: bool) -> None:
 @main.command()
 @functools.partial(_command, clean_seconds=_DEMO_CLEAN_SECONDS)
 def demo() -> None:
-    """A small shop on an embedded Postgres with the whole pipeline and Dagster's UI on it. Ctrl-C ends it."""
+    """Run a small shop on an embedded Postgres with the whole pipeline and Dagster's UI. Ctrl-C ends it."""
     from pgwal_pipeline.demo.run import run_demo
 
     raise SystemExit(run_demo())

@@ -1,4 +1,4 @@
-"""The code location: nothing but wiring. What is defined stands in `defs/`, what it is made of in `components/`."""
+"""The code location. It only loads `defs/`, which uses the component in `components/`."""
 
 import atexit
 import gc
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import dagster as dg
 
-# Of beta parameters that Dagster passes from one of its own functions to another.
+# Dagster's own functions pass beta parameters to each other.
 warnings.filterwarnings("ignore", category=dg.BetaWarning, module=r"dagster\.")
 
 
-# A process of Dagster's is many, and each would look through all that it has loaded for garbage before it ends.
+# Dagster starts many processes, and each would scan everything it has loaded for garbage before it ends.
 atexit.register(gc.freeze)
 
 
 @dg.definitions
 def defs() -> dg.Definitions:
-    """Everything in `defs/`."""
+    """Load everything in `defs/`."""
     return dg.load_from_defs_folder(path_within_project=Path(__file__).parent)

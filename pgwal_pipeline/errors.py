@@ -1,4 +1,4 @@
-"""The errors a user may meet: each is one sentence that says what happened, to what, and what to do."""
+"""The errors a user may see. Each is one sentence: what happened, to which table, slot or setting, and what to do."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -8,10 +8,10 @@ from pgwal_pipeline.printable import printable
 
 
 class PgwalError(Exception):
-    """Something the pipeline cannot go on from; the message is the whole explanation.
+    """An error that ends the pipeline's work; its message is the whole explanation.
 
-    `exit_code` is what `pgwal` ends with. `transient` says that the same work may succeed when tried again. Names in the message may hold
-    anything; what would act on a terminal is written out.
+    `exit_code` is the exit code of `pgwal`. `transient`: the same work may succeed if tried again. Names in the message may contain any
+    character; those that would act on a terminal are written out.
     """
 
     exit_code = 1
@@ -21,11 +21,11 @@ class PgwalError(Exception):
         super().__init__(printable(message))
 
     def to_json(self) -> dict[str, Any]:
-        """The error as JSON that `error_from_json` makes the same one of, in another process."""
+        """Return the error as JSON, from which `error_from_json` builds the same error in another process."""
         return {"kind": type(self).__name__, "text": str(self), "transient": self.transient, **self._more()}
 
     def _more(self) -> dict[str, Any]:
-        """What else it was made with, by name."""
+        """Return the further arguments it was made with, by name."""
         return {}
 
     @classmethod
@@ -34,7 +34,7 @@ class PgwalError(Exception):
 
 
 class SettingError(PgwalError):
-    """A wrong or missing setting; names the variable and what it takes."""
+    """A setting is wrong or missing; the message names the variable and what it takes."""
 
     exit_code = 2
 
@@ -46,21 +46,21 @@ class SourceUnavailable(PgwalError):
 
 
 class SourceRefused(PgwalError):
-    """The source is reached but is not as it must be: a privilege, `wal_level`, a missing table, a full slot table."""
+    """The source can be reached but lacks something: a privilege, `wal_level`, a table, a free replication slot."""
 
 
 class SlotBusy(PgwalError):
-    """Another drain holds the slot; names who."""
+    """Another drain holds the slot; the message names it."""
 
     transient = True
 
 
 class SlotLost(PgwalError):
-    """The slot is gone, lost, or stands where the lake has no rows for: a gap that only a new snapshot can close."""
+    """The slot is missing, invalidated, or ahead of what the lake holds: a gap that only a new snapshot can close."""
 
 
 class PublicationMissing(SlotLost):
-    """The publication was not there at a point of the WAL that the slot has still to read."""
+    """The publication did not exist at a point of the WAL that the slot has not read yet."""
 
 
 class ChangeNotSent(SlotLost):
@@ -68,22 +68,22 @@ class ChangeNotSent(SlotLost):
 
 
 class BlockedByTransaction(PgwalError):
-    """Others on the source, old transactions as a rule, did not end within `PGWAL_BLOCKED_TIMEOUT`; names pid, age and query."""
+    """Sessions on the source, usually old transactions, did not end within `PGWAL_BLOCKED_TIMEOUT`; names pid, age and query."""
 
 
 class LakeError(PgwalError):
-    """The lake cannot be read or written, or it is another source's."""
+    """The lake cannot be read or written, or it belongs to another source."""
 
 
 class FileGone(LakeError):
-    """A file that a drain has written is not there any more, and no table names it yet."""
+    """A file that a drain has written is gone, and no Delta table names it yet."""
 
 
 class DecodeError(PgwalError):
-    """A message of the stream that cannot be read; the message shows its position and its first bytes.
+    """A message of the stream cannot be decoded; the error shows its LSN and its first bytes.
 
-    `lsn` is where the WAL sender placed it (0 where it did not say) and `payload` the whole of it, to be set aside. `oid` is the table that
-    the message belongs to, 0 where it belongs to none or to several.
+    `lsn` is the LSN that the walsender gave with it (0 if none) and `payload` the whole message, to be set aside. `oid` is the table that
+    the message belongs to, 0 if it belongs to none or to several.
     """
 
     def __init__(self, message: str, *, lsn: int = 0, payload: bytes = b"", oid: int = 0) -> None:
@@ -101,9 +101,9 @@ class DecodeError(PgwalError):
 
 
 class TableWorkFailed(Exception):
-    """Work for one table alone failed; its `__cause__` is what was raised. Whose fault that is, the caller judges (`lake.faults`).
+    """Work for one table failed; `__cause__` is the original error. The caller decides whether the table is to blame (`lake.faults`).
 
-    `oid` and `table` are the table's, `stage` the work.
+    `oid` and `table` name the table, `stage` the work (`lake.faults.STAGES`).
     """
 
     def __init__(self, oid: int, table: str, stage: str) -> None:
@@ -116,8 +116,7 @@ class TableWorkFailed(Exception):
 class TableError(PgwalError):
     """One table cannot be followed; the others can.
 
-    `table` is its quoted name, `oid` is 0 where it is not known, `stage` is the work that failed (`lake.faults.STAGES`), empty where it is
-    not known.
+    `table` is its quoted name, `oid` its oid (0: not known), `stage` the work that failed (`lake.faults.STAGES`; empty: not known).
     """
 
     def __init__(self, table: str, message: str, oid: int = 0, stage: str = "") -> None:
@@ -150,9 +149,9 @@ class RowTooLarge(TableError):
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:
-    """Any error as JSON for another process; of one that is not the pipeline's the sentence says what it was.
+    """Return any error as JSON for another process. An error that is not the pipeline's becomes a PgwalError that names its type.
 
-    One of a kind that only its own module knows is told as the nearest kind that all know.
+    An error whose class is defined in another module becomes the nearest class of this module.
     """
     if not isinstance(error, PgwalError):
         return PgwalError(f"Unexpected {type(error).__name__}: {error}").to_json()
@@ -161,7 +160,7 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_json(found: Mapping[str, Any]) -> PgwalError:
-    """The error that `error_to_json` told of."""
+    """Return the error that `error_to_json` described."""
     kind: type[PgwalError] = globals()[found["kind"]]
     error = kind._made(found["text"], found)  # noqa: SLF001 - this module's own
     error.transient = found["transient"]

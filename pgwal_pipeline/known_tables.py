@@ -1,7 +1,7 @@
-"""What Dagster's definitions know of the source's tables, so that they load while the source is down.
+"""The list of the source's tables for Dagster's definitions, kept so that they load while the source is down.
 
-The code server asks the source each time it loads, and keeps the answer in a file under DAGSTER_HOME, one for each source and
-publication; the file is what it falls back on. Nothing is ever written into the package's folder.
+The code server asks the source each time it loads and writes the answer to a file under DAGSTER_HOME, one for each source and publication.
+It reads that file when the source is down. Nothing is written into the package's folder.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ from typing import Any
 from pgwal_pipeline.relation import PgType, Relation, TableName
 from pgwal_pipeline.settings import Settings
 
-CONNECT_TIMEOUT = 5  # seconds: a location that loads must not wait long for a source that is down
+CONNECT_TIMEOUT = 5  # seconds; a code location must not wait long for a source that is down
 _FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class KnownColumn:
-    """A column: its type as Postgres shows it (`numeric(10,2)`) and as Delta does (`decimal(10,2)`)."""
+    """A column, with its type as Postgres shows it (`numeric(10,2)`) and as Delta does (`decimal(10,2)`)."""
 
     name: str
     type: str
@@ -34,7 +34,7 @@ class KnownColumn:
 class KnownTable:
     """A table that is published, or will be.
 
-    `key` is empty where rows have none; `kept_as` is its place in the lake, None where that is its name.
+    `key` is empty if the table has none. `kept_as` is its location in the lake, None if that is its name.
     """
 
     table: TableName
@@ -45,14 +45,14 @@ class KnownTable:
 
     @property
     def place(self) -> TableName:
-        """What its Delta tables are called in the lake."""
+        """Its location: the name of its Delta tables in the lake."""
         return self.kept_as or self.table
 
 
 def fetch(settings: Settings) -> tuple[KnownTable, ...]:
-    """The tables of the publication and those that our publication would take in, by name, as the source has them now.
+    """Read the tables of the publication, and those that our publication would take in, from the source; ordered by name.
 
-    Raises SettingError where no source is named, SourceUnavailable and SourceRefused as a connection does.
+    Raises SettingError if no source is named, SourceUnavailable and SourceRefused as `connect` does.
     """
     from pgwal_pipeline.postgres.dsn import connect
     from pgwal_pipeline.postgres.followed import followed_tables
@@ -62,7 +62,7 @@ def fetch(settings: Settings) -> tuple[KnownTable, ...]:
 
 
 def known(relation: Relation) -> KnownTable:
-    """What the definitions keep of a table."""
+    """Return what the definitions keep of a table."""
     columns = tuple(KnownColumn(column.name, column.type.name, _lake_type(column.type), column.nullable) for column in relation.columns)
     return KnownTable(relation.table, columns, relation.key, oid=relation.oid)
 
@@ -88,7 +88,7 @@ _DELTA_NAMES = {
 
 
 def _delta_name(arrow: str) -> str:
-    """An Arrow type's name as Delta's schema has it."""
+    """Return the name that Delta's schema gives an Arrow type."""
     if arrow.startswith(("list<", "large_list<")):
         element = re.fullmatch(r"(?:large_)?list<\w+: (.*?)(?: not null)?>", arrow)
         return f"array<{_delta_name(element[1]) if element else '?'}>"
@@ -102,7 +102,7 @@ def _delta_name(arrow: str) -> str:
 
 
 def state_path(settings: Settings) -> Path:
-    """The file with the tables of this source and publication. Raises SettingError where no source is named or its DSN cannot be read."""
+    """Return the file for the tables of this source and publication. Raises SettingError if no source is named or the DSN is invalid."""
     from pgwal_pipeline.postgres.dsn import describe_dsn
 
     source = hashlib.sha256(f"{describe_dsn(settings.dsn)}\0{settings.publication}".encode()).hexdigest()[:16]
@@ -115,10 +115,10 @@ def _home() -> Path:
 
 
 def refresh(settings: Settings, places: Mapping[int, TableName] | None = None) -> tuple[KnownTable, ...]:
-    """Ask the source, keep the answer for when it is down, and return it. Raises as `fetch` does.
+    """Fetch the tables from the source, write them to the state file and return them. Raises as `fetch` does.
 
-    `places` is where the tables stand in the lake, by their oids, which the source does not know. Without them each stays where the last
-    `refresh` left it.
+    `places` are the tables' locations in the lake by oid, which the source does not know. Without it each table keeps the location that
+    the last `refresh` wrote.
     """
     tables = _placed(fetch(settings), places or {known.oid: known.place for known in remembered(settings)})
     path = state_path(settings)
@@ -143,7 +143,7 @@ def _placed(tables: Iterable[KnownTable], places: Mapping[int, TableName]) -> tu
 
 
 def remembered(settings: Settings) -> tuple[KnownTable, ...]:
-    """What the last `refresh` left; empty where there was none, or where its file cannot be read any more. Raises SettingError."""
+    """Return the tables that the last `refresh` wrote; empty if there was none or its file cannot be read. Raises SettingError."""
     try:
         return load(state_path(settings).read_text(encoding="utf-8"))
     except (OSError, ValueError, LookupError, TypeError):
@@ -151,7 +151,7 @@ def remembered(settings: Settings) -> tuple[KnownTable, ...]:
 
 
 def dump(tables: Iterable[KnownTable]) -> str:
-    """The tables as text that `load` reads."""
+    """Return the tables as text for `load`."""
     rows = [
         {
             "schema": known.table.schema,
@@ -167,7 +167,7 @@ def dump(tables: Iterable[KnownTable]) -> str:
 
 
 def load(text: str) -> tuple[KnownTable, ...]:
-    """The tables that `dump` wrote. Raises ValueError for the text of another version."""
+    """Return the tables from the text that `dump` wrote. Raises ValueError for the text of another version."""
     state: dict[str, Any] = json.loads(text)
     if state.get("format") != _FORMAT:
         raise ValueError(f"the tables' state has format {state.get('format')}, not {_FORMAT}")

@@ -1,6 +1,6 @@
-"""How far a piece of work has come, told to whoever watches: a terminal, a Dagster run's log, or nobody.
+"""Progress of a piece of work, shown on a terminal, in a Dagster run's log, or not at all.
 
-The pipeline calls `stage` as often as it likes, from any thread; each watcher decides how much of it to show.
+The pipeline may call `stage` at any rate and from any thread; each watcher decides how much of it to show.
 """
 
 import logging
@@ -19,24 +19,24 @@ from rich.console import Console
 from pgwal_pipeline.amounts import duration, size
 from pgwal_pipeline.printable import printable
 
-_QUIET_SECONDS = 10.0  # between two lines about one stage, where lines stay
+_QUIET_SECONDS = 10.0  # between two lines about one stage, in a log or a terminal without bars
 
 
 class Progress(Protocol):
-    """What a long piece of work says on its way."""
+    """Receives the progress of a long piece of work."""
 
     def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
-        """`done` of `total` `unit`s of the stage `name` are done; `total` is None where nobody knows it."""
+        """Report that `done` of `total` `unit`s of the stage `name` are done; `total` is None if it is not known."""
 
     def warn(self, text: str) -> None:
-        """Something a person should know of, though the work goes on."""
+        """Report something a person should know, though the work goes on."""
 
     def say(self, text: str) -> None:
-        """A step that was taken."""
+        """Report a step that was taken."""
 
 
 class Silent:
-    """Shows nothing."""
+    """A watcher that shows nothing."""
 
     def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
         """Show nothing."""
@@ -49,7 +49,7 @@ class Silent:
 
 
 class Noted:
-    """Shows everything to another watcher and keeps the warnings, each once: `warnings`."""
+    """Passes everything on to another watcher and keeps each warning once, in `warnings`."""
 
     def __init__(self, watcher: Progress) -> None:
         self._watcher = watcher
@@ -57,7 +57,7 @@ class Noted:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings so far, in their order."""
+        """The warnings so far, in the order in which they came."""
         return tuple(self._warnings)
 
     def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
@@ -75,7 +75,7 @@ class Noted:
 
 
 class Several:
-    """Shows everything to each of several watchers."""
+    """Passes everything on to several watchers."""
 
     def __init__(self, *watchers: Progress) -> None:
         self._watchers = watchers
@@ -97,7 +97,7 @@ class Several:
 
 
 def _amount(done: int, total: int | None, unit: str) -> str:
-    """`1.5 GiB of 2.0 GiB of WAL` for bytes, `1,200 of 5,000 rows` for anything else."""
+    """Return `1.5 GiB of 2.0 GiB of WAL` for bytes, `1,200 of 5,000 rows` for anything else."""
     if unit.split(" ")[0] == "bytes":
         rest = unit.removeprefix("bytes").removeprefix(" of")
         return f"{size(done)}{f' of {size(total)}' if total else ''}{' of' + rest if rest else ''}"
@@ -105,18 +105,18 @@ def _amount(done: int, total: int | None, unit: str) -> str:
 
 
 class _Pace:
-    """How quickly each stage goes on, and how long it will take at that pace."""
+    """Measures the rate of each stage and estimates the time left."""
 
     def __init__(self) -> None:
         self._began: dict[str, tuple[float, int]] = {}
         self._lock = threading.Lock()
 
     def text(self, name: str, done: int, total: int | None, unit: str) -> str:
-        """`, 310,000 rows/s, 12 s left`, below one a second `, 3.5 s each, …`; empty where nothing can be said yet."""
+        """Return `, 310,000 rows/s, 12 s left`, below one a second `, 3.5 s each, …`; empty while there is no rate yet."""
         now = time.monotonic()
         with self._lock:
             began, first = self._began.setdefault(name, (now, done))
-            if done < first:  # begun anew
+            if done < first:  # the stage began again
                 began, first = self._began[name] = now, done
         elapsed, came = now - began, done - first
         if elapsed < 1.0 or came <= 0:
@@ -151,7 +151,7 @@ class _Throttle:
 
 
 class DagsterLog:
-    """Writes to a run's log, `context.log`: a line when a stage begins, one every ten seconds and one when it is done."""
+    """Writes to a run's log, `context.log`: a line when a stage begins, one every ten seconds, and one when it is done."""
 
     def __init__(self, log: logging.Logger, *, every_seconds: float = _QUIET_SECONDS) -> None:
         self._log = log
@@ -159,7 +159,7 @@ class DagsterLog:
         self._pace = _Pace()
 
     def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
-        """Log the stage, if it is due."""
+        """Log the stage if a line is due."""
         pace = self._pace.text(name, done, total, unit)
         if self._throttle.lets_through(name, complete=total is not None and done >= total):
             self._log.info("%s: %s%s", printable(name), _amount(done, total, unit), pace)
@@ -174,9 +174,9 @@ class DagsterLog:
 
 
 class Terminal:
-    """Bars on a terminal, plain lines every ten seconds where the stream is none; on stderr, so that stdout stays free for JSON.
+    """Shows bars on a terminal, or plain lines every ten seconds on any other stream. On stderr, since stdout is for JSON.
 
-    A context manager: the bars live from entering to leaving.
+    A context manager: the bars are shown from entering to leaving.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -238,7 +238,7 @@ _ambient: ContextVar[Progress | None] = ContextVar("pgwal_progress", default=Non
 
 @contextmanager
 def watched_by(watcher: Progress) -> Iterator[None]:
-    """Within the block, runs that this process executes itself are also shown to `watcher`."""
+    """Within the block, also show `watcher` the progress of runs that this process executes itself."""
     token = _ambient.set(watcher)
     try:
         yield
@@ -247,6 +247,6 @@ def watched_by(watcher: Progress) -> Iterator[None]:
 
 
 def for_run(log: logging.Logger) -> Progress:
-    """The progress of a Dagster run: its log, and whoever watches this process (see `watched_by`)."""
+    """Return the watcher for a Dagster run: its log, and the watcher given to `watched_by`, if any."""
     watcher = _ambient.get()
     return DagsterLog(log) if watcher is None else Several(DagsterLog(log), watcher)

@@ -1,4 +1,4 @@
-"""The commands as Dagster runs: the same jobs as the UI's, executed by this process and recorded in the same instance."""
+"""The commands as Dagster runs: the same jobs as in the UI, executed by this process and recorded in the same instance."""
 
 import contextvars
 import logging
@@ -32,21 +32,24 @@ from pgwal_pipeline.settings import Settings
 
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 _ROUNDS = 3
-_LOOK_EVERY = 1.0  # seconds between looks at the lag while a snapshot is read
-_LOOK_AGAIN = 10.0  # the same, after one that failed
-_TRIES = 10  # of a drain beside a snapshot that fails for the moment, one after another
+_LOOK_EVERY = 1.0  # seconds between readings of the lag while a snapshot is read
+_LOOK_AGAIN = 10.0  # the same, after a reading or a drain that failed
+_TRIES = 10  # consecutive tries of a drain while a snapshot is read
 _CONFIGURED = {"snapshot": "take_snapshots", "verify": "verify_current"}
 
 Part = Mapping[str, Any]
 
 
 def dagster_home() -> Path:
-    """Dagster's instance folder, made if it is missing: DAGSTER_HOME, or `.dagster` in the working directory."""
+    """Return Dagster's instance folder, DAGSTER_HOME or `.dagster` in the working directory; create it if it is missing.
+
+    Raises SettingError if it cannot be written to.
+    """
     given = os.environ.get("DAGSTER_HOME") or ".dagster"
     try:
         home = Path(given).expanduser().absolute()
     except RuntimeError as error:
-        raise SettingError(f"DAGSTER_HOME takes a folder that can be written to, which {given} is not ({error}).") from None
+        raise SettingError(f"DAGSTER_HOME takes a writable folder, and {given} is none ({error}).") from None
     os.environ["DAGSTER_HOME"] = str(home)
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -54,15 +57,15 @@ def dagster_home() -> Path:
         if not configuration.exists():
             configuration.write_bytes((files("pgwal_pipeline") / "instance.yaml").read_bytes())
     except OSError as error:
-        raise SettingError(f"DAGSTER_HOME takes a folder that can be written to, which {home} is not ({error.strerror}).") from None
+        raise SettingError(f"DAGSTER_HOME takes a writable folder, and {home} is none ({error.strerror}).") from None
     return home
 
 
 def sync(settings: Settings) -> RunReport:
-    """The main job: bootstrap, snapshot what needs it while draining goes on, drain to the position read at the start, publish.
+    """Run the main job: bootstrap, snapshot the tables that need it while drains go on, drain to the target LSN, publish.
 
-    A table that has to wait for old transactions is waited for when everything else has been published. While the source is away, what raw
-    has is published, before that is raised.
+    Tables that have to wait for old transactions are read last, after everything else has been published. If the source is away, what raw
+    holds is published first, then SourceUnavailable is raised.
     """
     try:
         with _jobs(settings) as run:
@@ -72,14 +75,14 @@ def sync(settings: Settings) -> RunReport:
         if Ledger(Lake(settings.lake)).frontier() is None:
             raise
         published = publish(settings).publish
-        at = "" if published is None else f" What raw has is published, at {published['lsn']}."
+        at = "" if published is None else f" What raw holds is published, at {published['lsn']}."
         raise SourceUnavailable(f"{error}{at}") from error
 
 
 def _rounds(settings: Settings, run: "_Runner") -> list[Part]:
-    """Snapshot, drain and publish; a drain may find that a table was altered, which is then read again.
+    """Snapshot, drain and publish; repeat if the drain finds that a table was altered and has to be read again.
 
-    One that is altered all the time is left for later, and so is one that waits for old transactions.
+    A table that is still to be read after three rounds is left for a later run, and so is one that waits for old transactions.
     """
     parts: list[Part] = []
     for _ in range(_ROUNDS):
@@ -92,7 +95,7 @@ def _rounds(settings: Settings, run: "_Runner") -> list[Part]:
 
 
 def _what_waited(settings: Settings, run: "_Runner", parts: Sequence[Part], config: Mapping[str, Any] | None = None) -> list[Part]:
-    """Wait for the transactions that keep tables from being read, then read and publish these; nothing where none had to wait."""
+    """Wait for the transactions that keep tables from being read, then read and publish these tables. Return no parts if none wait."""
     unread = RunReport.join(parts).unread
     if not unread:
         return []
@@ -104,19 +107,19 @@ def _what_waited(settings: Settings, run: "_Runner", parts: Sequence[Part], conf
 
 
 def drain(settings: Settings) -> RunReport:
-    """Only slot to raw."""
+    """Run the drain: only slot to raw."""
     with _jobs(settings) as run:
         return RunReport.join([run.prepared, *_drain(settings, run, "drain")])
 
 
 def publish(settings: Settings) -> RunReport:
-    """Only raw to current; needs no source."""
+    """Run the publish: only raw to current. Works without the source."""
     with _jobs(settings, None) as run:
         return RunReport.join(run("publish"))
 
 
 def resnapshot(settings: Settings, tables: Sequence[TableName] | None) -> RunReport:
-    """Read `tables` again, all of them where it is None (then a lost or missing slot is made anew first), and publish."""
+    """Read `tables` again and publish. With None all tables are read, and a lost or missing slot is created again first."""
     with _jobs(settings, drains.renew if tables is None else drains.bootstrap) as run:
         if tables is None:
             tables = [state.table for state in Ledger(Lake(settings.lake)).tables().values() if state.followed]
@@ -127,20 +130,20 @@ def resnapshot(settings: Settings, tables: Sequence[TableName] | None) -> RunRep
 
 
 def verify(settings: Settings, tables: Collection[TableName] | None) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Compare source and `current` at one LSN: the JSON of the comparison, and the tables in error with their reasons."""
+    """Compare source and `current` at one LSN; return the comparison as JSON, and the tables in error with their reasons."""
     with _jobs(settings) as run:
         parts = run("verify", config={"tables": [str(table) for table in tables]} if tables is not None else {})
         return next(dict(part["verify"]) for part in parts if "verify" in part), RunReport.join(parts).errors
 
 
 def _read_again(settings: Settings) -> Part:
-    """Which tables have to be read again, and why, as warnings."""
+    """Return warnings naming the tables that have to be read again, and why."""
     states = Ledger(Lake(settings.lake)).tables().values()
     return {"warnings": [f"Table {state.table}: {state.reason}." for state in states if state.state == "pending" and state.reason]}
 
 
 def _drain(settings: Settings, run: "_Runner", job: str) -> list[Part]:
-    """Run `job` for the window that ends where the source has flushed to now; with nothing beyond the frontier there is no new window."""
+    """Run `job` for the window that ends at the source's flush LSN. If that is not past the frontier, no new window is made."""
     target = drains.next_target(settings)
     frontier = Ledger(Lake(settings.lake)).frontier()
     if frontier is None or target > frontier:
@@ -150,11 +153,11 @@ def _drain(settings: Settings, run: "_Runner", job: str) -> list[Part]:
 
 
 def _snapshot_beside_drains(settings: Settings, run: "_Runner", config: Mapping[str, Any]) -> list[Part]:
-    """Read what needs reading; whenever the stream gets long meanwhile, drain it, so that the slot keeps no more WAL than usual.
+    """Read the tables that need it, and drain whenever the lag reaches PGWAL_LAG_THRESHOLD, so that the slot keeps no more WAL than usual.
 
-    Tables that are published already are brought up to date with it, or when their last publish is older than PGWAL_MAX_STALENESS. A
-    source that is away for a moment, or a drain by somebody else, is no reason to stop: it is tried again while the snapshot goes on, ten
-    times in a row at most. What ends the drain is told at once, and raised when the snapshot has ended.
+    If tables are published already, each drain also publishes, and one is due when the last is older than PGWAL_MAX_STALENESS. A drain that
+    fails because the source is away or another drain holds the slot is tried again while the snapshot goes on, ten times in a row at most.
+    Any other error of a drain is shown at once, and raised when the snapshot has ended.
     """
     ledger = Ledger(Lake(settings.lake))
     drained: list[Part] = []
@@ -176,13 +179,13 @@ def _snapshot_beside_drains(settings: Settings, run: "_Runner", config: Mapping[
                 failures += 1
                 if failures == _TRIES:
                     failed = error
-                    run.progress.warn(f"{error} The drain failed {failures} times in a row; it is given up when the snapshot has ended.")
+                    run.progress.warn(f"{error} The drain failed {failures} times in a row; the command fails when the snapshot has ended.")
                     continue
                 drained.append({"warnings": [f"{error} The snapshot goes on meanwhile, and the drain is tried again."]})
                 wait([reading], _LOOK_AGAIN)
             except PgwalError as error:
                 failed = error
-                run.progress.warn(f"{error} The snapshot goes on to its end, and then the command ends.")
+                run.progress.warn(f"{error} The snapshot is read to its end, and then the command fails.")
         parts = drained + reading.result()
         if failed is not None:
             raise failed
@@ -190,9 +193,9 @@ def _snapshot_beside_drains(settings: Settings, run: "_Runner", config: Mapping[
 
 
 class _Runner:
-    """Executes jobs of this code location in one instance. `prepared` has the warnings of what had to be done before the first.
+    """Executes jobs of this code location in one instance. `prepared` holds the warnings from before the first run.
 
-    `progress` is the terminal, for what is to be told between two runs or beside one.
+    `progress` is the terminal, for messages that belong to no run.
     """
 
     def __init__(
@@ -204,7 +207,7 @@ class _Runner:
         self.prepared: Part = {"warnings": list(warnings)}
 
     def __call__(self, job_name: str, target: int | None = None, config: Mapping[str, Any] | None = None) -> list[Part]:
-        """Run a job to its end, for the window that ends at `target` where it is given; the reports its steps left, in their order.
+        """Run a job to its end, for the window that ends at the LSN `target` if given; return its steps' reports in their order.
 
         Raises the PgwalError that ended the run.
         """
@@ -221,7 +224,7 @@ class _Runner:
 
 
 def _parts(events: Iterable[dg.DagsterEvent]) -> list[Part]:
-    """The reports that the steps of a run left."""
+    """Return the reports that the steps of a run recorded."""
     return [
         metadata[REPORT].value  # pyright: ignore[reportReturnType]
         for event in events
@@ -230,7 +233,7 @@ def _parts(events: Iterable[dg.DagsterEvent]) -> list[Part]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The pipeline's own error behind what Dagster raises, or the error itself."""
+    """Return the pipeline's own error behind what Dagster raised, or the error itself."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, PgwalError):
@@ -247,10 +250,10 @@ class _Prepare(Protocol):
 
 @contextmanager
 def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap) -> Iterator[_Runner]:
-    """The code location's jobs, loaded after `prepare` has given the source all it needs, so that they know every table."""
+    """Give a runner of the code location's jobs. They are loaded after `prepare` has set up the source, so that they know every table."""
     home = dagster_home()
     logging.getLogger("dagster").setLevel(logging.CRITICAL)
-    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # it would show an interrupt that meets it, though it passes it on
+    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # it logs a KeyboardInterrupt, though it also passes it on
     with progress.Terminal() as terminal, progress.watched_by(terminal):
         noted = progress.Noted(terminal)
         if prepare is not None:
@@ -264,7 +267,7 @@ def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap) -> It
 
 @contextmanager
 def _instance(home: Path) -> Iterator[dg.DagsterInstance]:
-    """Dagster's instance in `home`. Raises PgwalError where it cannot be opened, or its databases cannot be used in the middle of it."""
+    """Open Dagster's instance in `home`. Raises PgwalError if it cannot be opened, or if its databases fail within the block."""
     with ExitStack() as stack:
         try:
             instance = stack.enter_context(dg.DagsterInstance.get())
@@ -279,6 +282,6 @@ def _instance(home: Path) -> Iterator[dg.DagsterInstance]:
 def _unusable(home: Path, error: Exception) -> PgwalError:
     said = " ".join(str(error.orig if isinstance(error, DBAPIError) else error).split())[:200].rstrip(".")
     return PgwalError(
-        f"Dagster's instance in {home} cannot be used ({said}): mend it, or move that folder away, which loses nothing but the history "
-        f"of the runs; what was drained and published stands in the lake."
+        f"Dagster's instance in {home} cannot be used ({said}): repair it, or move that folder away, which loses only the history "
+        f"of the runs; what was drained and published is in the lake."
     )

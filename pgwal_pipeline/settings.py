@@ -1,4 +1,4 @@
-"""Every setting, its default and its meaning, once.
+"""Every setting with its default and what it takes.
 
 Sizes and durations are written as Postgres writes them: `16MB` (1 kB is 1024 bytes), `500ms`, `60s`, `10min`, `2h`, `7d`.
 """
@@ -19,14 +19,14 @@ PREFIX = "PGWAL_"
 ROW_BYTES = 64 << 20
 """Bytes that one row may have, whatever the memory budget."""
 
-_SHOWN = 80  # characters of a wrong value that its message repeats
+_SHOWN = 80  # characters of a wrong value that its error message repeats
 _SECRET = frozenset({"source_dsn", "spark_conf", "spark_remote"})
 _UNITS = {"B": 1, "": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
 _SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_size(value: Any) -> Any:
-    """Bytes from `16MB`; a number is bytes already."""
+    """Return the bytes of a size such as `16MB`; return any other type unchanged. Raises ValueError."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([kKMGT]?[bB]?)\s*", value)
@@ -37,7 +37,7 @@ def parse_size(value: Any) -> Any:
 
 
 def parse_duration(value: Any) -> Any:
-    """Seconds from `10min`; a number is seconds already."""
+    """Return the seconds of a duration such as `10min`; return any other type unchanged. Raises ValueError."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d+)?)\s*(ms|s|min|m|h|d|)\s*", value)
@@ -59,7 +59,7 @@ def _parse_conf(value: Any) -> Any:
 
 
 def _may_hold_secret(name: str, value: str) -> bool:
-    """Whether a wrong value must not be repeated: of some settings none, of the others none that looks like an address or a DSN."""
+    """Return whether an error must not repeat the value: any value of some settings, of others what looks like an address or a DSN."""
     return name in _SECRET or "://" in value or "=" in value
 
 
@@ -68,7 +68,7 @@ Duration = Annotated[float, BeforeValidator(parse_duration)]
 
 
 class Settings(BaseModel):
-    """Everything that a run needs to know. Frozen; made once at the edge by `from_environment`."""
+    """Everything that a run needs to know. Frozen; made once, by `from_environment`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -140,7 +140,7 @@ class Settings(BaseModel):
             shown = "" if _may_hold_secret("lake", value) else f", {value[:_SHOWN]!r},"
             reason = str(error.strerror if isinstance(error, OSError) else error).rstrip(".")
             raise SettingError(
-                f"{PREFIX}LAKE{shown} cannot be looked at ({reason}); set it to a folder that this user can reach, or to s3://bucket/prefix."
+                f"{PREFIX}LAKE{shown} cannot be accessed ({reason}); set it to a folder that this user can reach, or to s3://bucket/prefix."
             ) from None
         if is_file:
             raise ValueError
@@ -148,7 +148,7 @@ class Settings(BaseModel):
 
     @property
     def dsn(self) -> str:
-        """The source's connection string; libpq's own variables fill what it leaves out. Raises SettingError where no source is named."""
+        """The source's connection string; libpq's variables fill what it leaves out. Raises SettingError if no source is named."""
         if self.source_dsn is not None:
             return self.source_dsn.get_secret_value()
         if any(os.environ.get(name) for name in ("PGHOST", "PGHOSTADDR", "PGPORT", "PGSERVICE", "PGDATABASE", "PGUSER")):
@@ -164,11 +164,11 @@ class Settings(BaseModel):
 
     @property
     def catch_up_asked_for(self) -> bool:
-        """Whether a setting of the catch-up was given, and not all were left at their defaults."""
+        """Whether PGWAL_CATCHUP_THRESHOLD or PGWAL_CATCHUP_SLOTS was given."""
         return not self.model_fields_set.isdisjoint({"catchup_threshold", "catchup_slots"})
 
     def to_environment(self) -> dict[str, str]:
-        """The `PGWAL_*` variables from which `from_environment` makes the same settings in another process; the DSN is among them."""
+        """Return the `PGWAL_*` variables from which `from_environment` makes the same settings in another process, the DSN included."""
         values = self.model_dump(exclude_none=True) | (
             {} if self.source_dsn is None else {"source_dsn": self.source_dsn.get_secret_value()}
         )
@@ -180,7 +180,7 @@ class Settings(BaseModel):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **overrides: Any) -> Self:
-        """Read the `PGWAL_*` variables; empty ones count as unset, `overrides` win. Raises SettingError naming the variable."""
+        """Read the `PGWAL_*` variables. Empty ones count as unset; `overrides` win. Raises SettingError naming the variable."""
         environment = os.environ if environment is None else environment
         values: dict[str, Any] = {
             name: environment[PREFIX + name.upper()] for name in cls.model_fields if environment.get(PREFIX + name.upper(), "") != ""

@@ -37,5 +37,5 @@ def test_an_instance_that_is_damaged(file: str, octets: bytes, tmp_path: Path, m
     with pytest.raises(PgwalError) as caught, runs._jobs(settings, None) as run:
         run("publish")
     assert str(caught.value).startswith(f"Dagster's instance in {tmp_path}/dagster cannot be used (")
-    assert str(caught.value).endswith("what was drained and published stands in the lake.")
+    assert str(caught.value).endswith("what was drained and published is in the lake.")
     assert "\n" not in str(caught.value)

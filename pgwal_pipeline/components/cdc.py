@@ -1,4 +1,4 @@
-"""The component: everything that Dagster shows and runs for one Postgres source, made from one Settings object."""
+"""The component: builds everything that Dagster shows and runs for one Postgres source from one Settings object."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -28,14 +28,14 @@ _log = logging.getLogger("dagster.pgwal_pipeline")
 class PostgresCdcComponent(dg.StateBackedComponent, dg.Resolvable):
     """Change data capture from one Postgres database into one lake.
 
-    Everything comes from the `PGWAL_*` environment, with `settings` over it, so that several sources can stand side by side: give each of
-    the others a `name`, a `key_prefix`, a `dsn_variable` of its own, and settings for at least `lake`, or `slot` and `publication`.
+    Its settings are the `PGWAL_*` variables, overridden by `settings`. One code location may hold several sources: give each further one
+    its own `name`, `key_prefix` and `dsn_variable`, and settings for at least `lake`, or for `slot` and `publication`.
 
-    Which tables there are is state. The code server asks the source for it each time it loads, waiting five seconds at most, and hands
-    the answer to the processes that it starts, so that a run has the very definitions it was asked for with and does not ask again. The
-    answer is also kept under DAGSTER_HOME, and taken from there while the source is down; with neither the location loads without tables,
-    and its jobs work all the same. Dagster's own places for state will not do: `LOCAL_FILESYSTEM` writes into the package's folder, and
-    `VERSIONED_STATE_STORAGE` wants a storage configured. `LEGACY_CODE_SERVER_SNAPSHOTS`, in spite of its name, is this very way.
+    The list of tables is the component's state. The code server asks the source for it at each load, for five seconds at most, and passes
+    it to the processes it starts: a run has exactly the definitions it was requested with, and does not ask again. The list is also kept
+    under DAGSTER_HOME and read from there while the source is down. Without either, the location loads without tables and its jobs still
+    work. Dagster's other ways to keep state do not fit: `LOCAL_FILESYSTEM` writes into the package's folder, and
+    `VERSIONED_STATE_STORAGE` needs a configured storage. `LEGACY_CODE_SERVER_SNAPSHOTS`, despite its name, does what is described here.
     """
 
     name: str = ""
@@ -46,22 +46,22 @@ class PostgresCdcComponent(dg.StateBackedComponent, dg.Resolvable):
 
     @property
     def defs_state_config(self) -> DefsStateConfig:
-        """How Dagster carries the tables from the code server to its runs."""
+        """How Dagster passes the list of tables from the code server to its runs."""
         return DefsStateConfig.from_args(DefsStateConfigArgs.legacy_code_server_snapshots(), default_key=f"PostgresCdc[{self.name}]")
 
     def write_state_to_path(self, state_path: Path) -> None:
-        """Write the tables as the source has them now, or as they were when it was last reached."""
+        """Write the list of tables as the source has it now, or as it was when the source was last reached."""
         state_path.write_text(known_tables.dump(self._tables()), encoding="utf-8")
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """The definitions; in a process that nobody gave the tables to (a plain import, a test) they are looked up here."""
+        """Build the definitions. A process that was given no state (a plain import, a test) takes the remembered list of tables."""
         with loading():
             if state_is_missing(self.defs_state_config.key):
                 return self._definitions(self._remembered())
             return super().build_defs(context)
 
     def build_defs_from_state(self, context: dg.ComponentLoadContext, state_path: Path | None) -> dg.Definitions:  # noqa: ARG002
-        """The definitions for the tables of the state."""
+        """Build the definitions for the tables listed in the state file."""
         return self._definitions(() if state_path is None else known_tables.load(state_path.read_text(encoding="utf-8")))
 
     def _tables(self) -> tuple[KnownTable, ...]:

@@ -1,4 +1,4 @@
-"""Asset checks: the slot's health, and that `current` equals the source."""
+"""Asset checks: whether the slot is healthy, and whether `current` equals the source."""
 
 import time
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from pgwal_pipeline.pipeline.reports import LagReading, TableComparison, VerifyR
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.slot_loss import LEAST_NOTICE, seconds_to_loss
 
-_RATE_SECONDS = 1.0  # how long the check watches the source write, for the rate
+_RATE_SECONDS = 1.0  # how long the check measures the source's WAL rate
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the slot's state comes to. `seconds_left` until it is invalidated at the present rate; None where nothing bounds it."""
+    """The result of the check `health`: whether it passed, how severe a failure is, the sentence and the metadata to show."""
 
     passed: bool
     severity: dg.AssetCheckSeverity
@@ -33,13 +33,16 @@ class Verdict:
 
 
 def judge_health(slot_name: str, reading: LagReading, bytes_per_second: float | None) -> Verdict:
-    """Whether the slot lives, and for how long it will at `bytes_per_second` of WAL, if the server bounds what a slot may keep."""
+    """Judge whether the slot is usable, and how long it will be at `bytes_per_second` of WAL (None: not known).
+
+    How long matters only where the server limits the WAL that a slot may keep (max_slot_wal_keep_size).
+    """
     error, warn = dg.AssetCheckSeverity.ERROR, dg.AssetCheckSeverity.WARN
     if not reading.slot_exists:
-        # Whether there should be one only the lake knows, which is more than a reading of the slot tells.
+        # Whether the slot should exist is recorded in the lake; a LagReading does not tell it.
         sentence = (
-            f"There is no slot {slot_name}. The next sync makes it, unless the lake was fed by it already and PGWAL_ON_SLOT_LOSS is stop: "
-            "then run `pgwal resnapshot --all`."
+            f"Slot {slot_name} does not exist. The next sync creates it. If the lake already holds changes read from it and "
+            "PGWAL_ON_SLOT_LOSS is stop, run `pgwal resnapshot --all` instead."
         )
         return Verdict(False, warn, sentence, {})
     metadata: dict[str, Any] = {"pgwal/wal_status": reading.wal_status or "unknown", "pgwal/lag_bytes": reading.lag_bytes}
@@ -48,7 +51,7 @@ def judge_health(slot_name: str, reading: LagReading, bytes_per_second: float | 
     if reading.safe_wal_size is not None:
         metadata["pgwal/bytes_to_invalidation"] = reading.safe_wal_size
     if reading.wal_status == "lost":
-        return Verdict(False, error, f"Slot {slot_name} is lost, its WAL is gone: run `pgwal resnapshot --all`.", metadata)
+        return Verdict(False, error, f"Slot {slot_name} is lost: the server removed its WAL. Run `pgwal resnapshot --all`.", metadata)
     if reading.wal_status == "unreserved":
         return Verdict(False, error, f"Slot {slot_name} may be lost at the next checkpoint: drain it now.", metadata)
     left = seconds_to_loss(reading.safe_wal_size, bytes_per_second)
@@ -58,7 +61,7 @@ def judge_health(slot_name: str, reading: LagReading, bytes_per_second: float | 
             return Verdict(
                 False,
                 warn,
-                f"At the present rate slot {slot_name} is lost in {duration(left)} unless it is drained: see that runs succeed, "
+                f"At the present rate slot {slot_name} is lost in {duration(left)} unless it is drained: make sure that runs succeed, "
                 "or raise max_slot_wal_keep_size on the source.",
                 metadata,
             )
@@ -66,12 +69,12 @@ def judge_health(slot_name: str, reading: LagReading, bytes_per_second: float | 
 
 
 def build_health_check(source: CdcSource) -> dg.AssetChecksDefinition:
-    """The check `health` on the slot; the lag sensor reports the same check without a run."""
+    """Build the check `health` on the slot. The lag sensor reports the same check without a run."""
 
     @dg.asset_check(
         name=HEALTH_CHECK,
         asset=source.names.slot,
-        description="The slot lives, and has room for more than an hour of WAL at the present rate.",
+        description="The slot is usable and has room for more than an hour of WAL at the present rate.",
         required_resource_keys={source.slot_key},
     )
     def slot_health(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
@@ -90,11 +93,11 @@ def build_health_check(source: CdcSource) -> dg.AssetChecksDefinition:
 
 
 def build_verify(source: CdcSource) -> Step:
-    """Make the step `verify_current`, which makes good the check `equals_source` of every current table."""
+    """Build the step `verify_current`, which runs the check `equals_source` of every current table."""
 
     def work(context: StepContext, tables: tuple[TableName, ...] | None) -> Iterator[dg.AssetCheckResult]:
         if context.run.asset_selection:
-            context.log.info("Not compared: reading whole tables of the source is for the verify job, or for checks run by themselves.")
+            context.log.info("Not compared: whole tables are compared only by the verify job, or when checks are run without assets.")
             return
         report = _verify(context, source, tables)
         for table, comparison in report.tables.items():
@@ -107,7 +110,7 @@ def build_verify(source: CdcSource) -> Step:
     return Step(
         source,
         "verify_current",
-        "Brings every current table to one position and compares it there with the source, value by value.",
+        "Brings every current table to one LSN and compares it there with the source, value by value.",
         frozenset({source.slot_key, source.spark_key}),
         work,
         checks=[
@@ -115,7 +118,7 @@ def build_verify(source: CdcSource) -> Step:
                 EQUALS_SOURCE_CHECK,
                 asset=source.names.current(known.table),
                 additional_deps=[source.names.source(known.table)],
-                description="Every row and every value is what the source had at the same position.",
+                description="Every row and every value equals the source's at the same LSN.",
             )
             for known in source.tables
         ],

@@ -1,4 +1,4 @@
-"""The publish as assets: one step brings every current table to one position, in one Spark session."""
+"""The publish as assets: one step brings every current table to one LSN, in one Spark session."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -21,10 +21,10 @@ _VERSION = "pgwal/delta_version"
 
 
 def build_publish(source: CdcSource) -> Step:
-    """Make the step `publish_current`, which makes the current tables.
+    """Build the step `publish_current`, which materializes the current tables.
 
-    Only tables with a new Delta version are materialized; the others stand at the publish's position as they are. A table that cannot be
-    followed fails its check and holds up no other.
+    Only tables with a new Delta version are materialized: the others had no changes and are at the publish's LSN as they are. A table that
+    cannot be followed fails its check and does not hold up the others.
     """
 
     def work(context: StepContext, tables: tuple[TableName, ...] | None) -> Iterator[Result]:
@@ -35,7 +35,7 @@ def build_publish(source: CdcSource) -> Step:
     return Step(
         source,
         "publish_current",
-        "Merges what raw holds into every current table, up to one position for all of them.",
+        "Merges the changes in raw into every current table, up to one LSN for all of them.",
         frozenset({source.slot_key, source.spark_key}),
         work,
         assets=[source.assets.current(known) for known in source.tables],
@@ -43,7 +43,7 @@ def build_publish(source: CdcSource) -> Step:
             dg.AssetCheckSpec(
                 FOLLOWED_CHECK,
                 asset=source.names.current(known.table),
-                description="Fails where the table's changes cannot be merged; the other tables go on.",
+                description="Fails when the table's changes cannot be merged. The other tables go on.",
             )
             for known in source.tables
         ],
@@ -51,7 +51,7 @@ def build_publish(source: CdcSource) -> Step:
 
 
 def _publish(context: StepContext, source: CdcSource, tables: Iterable[TableName] | None) -> PublishReport:
-    """Publish, and leave the numbers on the slot."""
+    """Publish, and record the numbers on the slot's asset."""
     from pgwal_pipeline.pipeline.publish import publish
 
     chosen = None if tables is None else frozenset(tables)
@@ -72,7 +72,7 @@ def _publish(context: StepContext, source: CdcSource, tables: Iterable[TableName
 
 
 def _followed(context: StepContext, source: CdcSource, report: PublishReport) -> Iterator[dg.AssetCheckResult]:
-    """The check `followed` of each table: those in error fail it, with the reason."""
+    """Yield the result of the check `followed` for each table. A table in state `error` fails it with the reason."""
     reasons = _errors(slot_of(context, source).settings)
     for table in sorted({*report.tables, *reasons}):
         yield dg.AssetCheckResult(
@@ -84,7 +84,7 @@ def _followed(context: StepContext, source: CdcSource, report: PublishReport) ->
 
 
 def _errors(settings: Settings) -> dict[TableName, str]:
-    """The tables that cannot be followed, each with its reason."""
+    """Return the tables in state `error`, each with its reason."""
     from pgwal_pipeline.lake.layout import Lake
     from pgwal_pipeline.lake.ledger import Ledger
 
@@ -93,7 +93,7 @@ def _errors(settings: Settings) -> dict[TableName, str]:
 
 
 def _changed(context: StepContext, source: CdcSource, report: PublishReport) -> Iterator[dg.MaterializeResult]:
-    """The current tables that have another Delta version than Dagster knows of, each with what to tell of it."""
+    """Yield a materialization for each current table whose Delta version is not the one of its newest materialization."""
     recorded = _recorded_versions(context, source, report.tables)
     for table, publish in sorted(report.tables.items()):
         key = source.names.current(table)
@@ -102,7 +102,7 @@ def _changed(context: StepContext, source: CdcSource, report: PublishReport) -> 
 
 
 def _recorded_versions(context: StepContext, source: CdcSource, tables: Iterable[TableName]) -> dict[dg.AssetKey, tuple[str, int]]:
-    """The path and Delta version that each table's newest materialization names."""
+    """Return the path and Delta version that each table's newest materialization names."""
     recorded: dict[dg.AssetKey, tuple[str, int]] = {}
     for record in context.instance.get_asset_records([source.names.current(table) for table in tables]):
         newest = record.asset_entry.last_materialization
@@ -117,7 +117,7 @@ def _metadata(report: PublishReport, publish: TablePublish) -> dict[str, Any]:
 
     metadata: dict[str, Any] = {"pgwal/path": dg.MetadataValue.path(publish.path), _VERSION: publish.version}
     if publish.version is not None:
-        with suppress(LakeError):  # damaged since; the next publish of the table says so
+        with suppress(LakeError):  # damaged since the merge; the table's next publish reports it
             metadata["dagster/row_count"] = row_count(publish.path, publish.version)
     if publish.rows_changed is not None:
         metadata["pgwal/rows_changed"] = publish.rows_changed

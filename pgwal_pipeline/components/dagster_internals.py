@@ -1,6 +1,6 @@
-"""What the pipeline needs of Dagster that Dagster keeps to itself. Seen in 1.13.27; `test_dagster_internals` fails where one is gone.
+"""The private parts of Dagster that the pipeline uses, as of 1.13.27. `test_dagster_internals` fails if an upgrade removes one.
 
-Nothing else imports a private module of Dagster's or changes one of its objects.
+No other module imports a private module of Dagster or changes one of its objects.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ AssetsJob = UnresolvedAssetJobDefinition
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Give state-backed components a place for their state, in a process in which Dagster has opened none (a plain import, a test)."""
+    """Open a DefinitionsLoadContext for state-backed components where Dagster has opened none (a plain import, a test)."""
     if DefinitionsLoadContext.is_set():
         yield
         return
@@ -26,17 +26,17 @@ def loading() -> Iterator[None]:
 
 
 def state_is_missing(state_key: str) -> bool:
-    """Whether this process is to load the definitions of a code server that has not handed it the state `state_key`."""
+    """Return whether this process rebuilds a code server's definitions without having been given the state `state_key`."""
     context = DefinitionsLoadContext.get()
     handed_over = get_code_server_metadata_key(state_key)
     return context.load_type == DefinitionsLoadType.RECONSTRUCTION and handed_over not in context.reconstruction_metadata
 
 
 def configure_logging_once(instance: dg.DagsterInstance) -> None:
-    """Keep `instance` from configuring Python's logging anew for each run.
+    """Keep `instance` from configuring Python's logging again at each run.
 
-    It does so under logging's own lock and then waits for every handler's. A run beside it that is logging holds a handler's, and may wait
-    for logging's: both would wait for ever.
+    Configuring takes logging's module lock and then each handler's lock. Another run in this process that is logging holds a handler's
+    lock and may wait for the module lock: the two would deadlock.
     """
     handlers = list(instance.get_yaml_python_handlers())
     instance.get_yaml_python_handlers = lambda: handlers

@@ -1,4 +1,4 @@
-"""What a step does when the pipeline cannot go on: tried again where that may help, else one clear sentence."""
+"""What a step does when the pipeline raises an error: retry if that may help, else fail with one clear sentence."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,19 +9,20 @@ from pgwal_pipeline.components.processes import process_tags
 from pgwal_pipeline.errors import PgwalError, SlotBusy
 
 RETRIES = 2
-"""How often a step is tried again by itself: a source that was away for a moment is back soon, and the sensors go on asking for hours."""
+"""How often a step is retried: enough for a source that is away for a moment. For a longer outage the sensors request new runs."""
 
-_PAUSE = 2.0  # seconds before the first time; doubled each time
+_PAUSE = 2.0  # seconds before the first retry; doubled each time
 
 
 @contextmanager
 def at_work(context: dg.AssetExecutionContext | dg.OpExecutionContext, tags: Mapping[str, str]) -> Iterator[None]:
-    """Do a step's work: tag its run with the process that does it and with `tags`, and turn what it raises into a Failure of one sentence.
+    """Tag the step's run with this process and with `tags`, and turn what the block raises into a Failure of one sentence.
 
-    A run from the asset graph has none of its job's tags, without which nobody would see that it holds the slot. Only a passing error is
-    retried; a busy slot was waited for already (PGWAL_BUSY_TIMEOUT), so that is not. What was raised is the Failure's cause.
+    The tags are set here because a run started from the asset graph has no job's tags, and without them the sensors would not see that it
+    holds the slot. Only a transient error is retried, and SlotBusy is not: the drain has waited PGWAL_BUSY_TIMEOUT for the slot already.
+    The Failure's cause is the original error.
 
-    No step has a RetryPolicy: Dagster would apply it to an interruption too, and a run that is terminated would begin anew.
+    No step has a RetryPolicy: Dagster would apply it to an interruption too, and a terminated run would start again.
     """
     context.instance.add_run_tags(context.run.run_id, {**process_tags(), **tags})
     try:

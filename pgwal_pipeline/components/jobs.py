@@ -1,4 +1,4 @@
-"""The jobs of one source. All run in one process: between two steps there is nothing but seconds to win or lose."""
+"""The jobs of one source. Each runs in one process: starting a process for each step would only cost seconds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from pgwal_pipeline.components.steps import Step
 
 Job = dg.JobDefinition | AssetsJob
 
-_SYNC = "Slot to raw to current: drains the window that its partition names, then publishes every current table at one position."
+_SYNC = "Slot to raw to current: drains the window that its partition names, then publishes every current table at one LSN."
 _DRAIN = "Only slot to raw."
-_PUBLISH = "Only raw to current; needs no source."
-_SNAPSHOT = "Reads the tables that have joined and are not read whole yet; those named in its config, again from the start."
-_VERIFY = "Compares current with the source at one position, value by value, and looks at the slot's health."
-_MAINTENANCE = "Compacts, vacuums and prunes the lake, and deletes the partitions and runs of what is gone."
+_PUBLISH = "Only raw to current. Works without the source."
+_SNAPSHOT = "Reads the tables that have joined and are not read whole yet. Tables named in its config are read again from the start."
+_VERIFY = "Compares current with the source at one LSN, value by value, and checks the slot's health."
+_MAINTENANCE = "Compacts, vacuums and prunes the lake, and deletes the partitions and runs of pruned windows."
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs that sensors and schedules ask for, and all the others."""
+    """The jobs of one source."""
 
     sync: Job
     drain: Job
@@ -39,12 +39,12 @@ class Jobs:
     maintenance: Job
 
     def all(self) -> list[Job]:
-        """Every job."""
+        """Return every job."""
         return [self.sync, self.drain, self.publish, self.snapshot, self.verify, self.maintenance]
 
 
 def build_jobs(source: CdcSource) -> tuple[Jobs, list[dg.AssetsDefinition]]:
-    """The jobs, and the assets and checks that they are made of."""
+    """Build the jobs of `source`. Return them with the assets and checks that they are made of."""
     drain, snapshots, publish, verify = build_drain(source), build_snapshots(source), build_publish(source), build_verify(source)
     health = build_health_check(source)
     jobs = Jobs(
@@ -60,7 +60,7 @@ def build_jobs(source: CdcSource) -> tuple[Jobs, list[dg.AssetsDefinition]]:
 
 
 def _job(name: str, description: str, tags: Mapping[str, str], *steps: Step, beside: dg.AssetSelection | None = None) -> Job:
-    """A job of steps one after another, and of what else of the asset graph is to be made beside them, once there is such a graph."""
+    """Build a job that runs `steps` one after another. `beside` selects more of the asset graph; it needs tables that are known."""
     name = steps[0].source.named(name)
     ops = [step.definition for step in steps if isinstance(step.definition, dg.OpDefinition)]
     if ops:
@@ -76,7 +76,7 @@ def _ops_job(
     ops: Sequence[Callable[..., Any]],
     windows: dg.PartitionsDefinition | None,
 ) -> dg.JobDefinition:
-    """A job of one op, or of two of which the second starts when the first is done."""
+    """Build a job of ops, each of which starts when the one before it is done."""
 
     def steps() -> None:
         done: Any = None

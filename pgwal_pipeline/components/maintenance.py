@@ -1,4 +1,4 @@
-"""Maintenance: small files are joined, old ones removed, and what Dagster remembers is cut to what the lake still has."""
+"""Maintenance: compact small files, remove old ones, and delete Dagster's partitions and runs of what the lake no longer has."""
 
 import time
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ _DELETED_AT_ONCE = 200
 
 
 def build_maintenance(source: CdcSource) -> dg.OpDefinition:
-    """The op `maintain_lake`: the lake's tables first, then the partitions and runs that stand for what is gone."""
+    """Build the op `maintain_lake`: it maintains the lake's tables, then deletes the partitions and runs of what is gone."""
 
     @dg.op(
         name=source.named("maintain_lake"),
-        description="Compacts and vacuums the lake, prunes raw windows past PGWAL_RAW_RETENTION with their partitions, deletes old runs.",
+        description="Compacts and vacuums the lake, prunes raw windows past PGWAL_RAW_RETENTION and their partitions, deletes old runs.",
         required_resource_keys={source.slot_key, source.spark_key},
     )
     def maintain_lake(context: dg.OpExecutionContext) -> None:
@@ -42,7 +42,10 @@ def _stage_numbers(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _delete_stale_partitions(context: StepContext, source: CdcSource, oldest_key: str | None) -> int:
-    """Delete partitions older than the oldest window that the lake has: windows pruned elsewhere, runs that never drained theirs."""
+    """Delete the partitions older than the oldest window in the lake; return how many.
+
+    Their windows were pruned by another process, or never drained by the run they were made for.
+    """
     if oldest_key is None:
         return 0
     stale = [key for key in context.instance.get_dynamic_partitions(source.windows_name) if key < oldest_key]
@@ -52,7 +55,10 @@ def _delete_stale_partitions(context: StepContext, source: CdcSource, oldest_key
 
 
 def _delete_old_runs(context: StepContext, source: CdcSource, older_than: float) -> int:
-    """Delete this source's ended runs that were made more than `older_than` seconds ago; what assets show as their latest stays."""
+    """Delete this source's ended runs that were created more than `older_than` seconds ago; return how many.
+
+    The latest materialization that an asset shows stays.
+    """
     from datetime import UTC, datetime
 
     before = datetime.fromtimestamp(time.time() - older_than, UTC)

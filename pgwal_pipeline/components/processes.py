@@ -1,7 +1,7 @@
-"""Which process executes a run, so that a run whose process was killed is not taken for one at work.
+"""Records which process executes a run, so that a run whose process was killed does not count as active.
 
-A run that this process executes itself has no launcher that would notice its death: without this its status would say "started" for ever,
-and everything that waits for it would wait as long.
+No launcher watches a run that a `pgwal` command executes itself. If that process is killed, Dagster shows the run as started for ever, and
+everything that waits for it waits for ever.
 """
 
 import os
@@ -15,12 +15,12 @@ PROCESS_TAG = "pgwal/process"
 
 
 def process_tags() -> dict[str, str]:
-    """The run tag that names this process: host, process id and the process's start."""
+    """Return the run tag that names this process: host, process id and start time."""
     return {PROCESS_TAG: f"{platform.node()}/{os.getpid()}/{_started(os.getpid())}"}
 
 
 def is_dead(run: dg.DagsterRun) -> bool:
-    """Whether the process that executes `run` is known to be gone; False where it ran on another host, or nobody noted it."""
+    """Return whether the process that executes `run` is known to be gone; False for a process on another host or without a tag."""
     host, _, process = run.tags.get(PROCESS_TAG, "").partition("/")
     pid, _, started = process.partition("/")
     if host != platform.node() or not pid.isdigit():
@@ -29,7 +29,10 @@ def is_dead(run: dg.DagsterRun) -> bool:
 
 
 def end_dead_runs(instance: dg.DagsterInstance, tags: Iterable[tuple[str, str]]) -> list[str]:
-    """Report as failed the runs with one of `tags` (name, value) whose process is gone, and give back their places in pools; their ids."""
+    """Report the runs with one of `tags` (name, value) as failed if their process is gone; return their ids.
+
+    Their slots in Dagster's concurrency pools are freed.
+    """
     ended = []
     for name, value in tags:
         filters = dg.RunsFilter(tags={name: value}, statuses=[dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING])
@@ -43,9 +46,9 @@ def end_dead_runs(instance: dg.DagsterInstance, tags: Iterable[tuple[str, str]])
 
 
 def _started(pid: int) -> str:
-    """When process `pid` started, in hundredths of a second since the machine did; empty when there is no such process.
+    """Return when process `pid` started, in hundredths of a second since boot; empty if there is no such process.
 
-    The clock may be set meanwhile: it moves both moments.
+    Counted from boot because setting the clock moves both times alike.
     """
     try:
         process = psutil.Process(pid)

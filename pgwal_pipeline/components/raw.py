@@ -1,4 +1,4 @@
-"""The drain as assets: one step reads the slot once and materializes every raw table, a partition a window."""
+"""The drain as assets: one step reads the slot once and materializes every raw table. Each window is a partition."""
 
 import time
 from collections.abc import Iterator
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 def build_drain(source: CdcSource) -> Step:
-    """Make the step `drain_wal`, which makes every raw table.
+    """Build the step `drain_wal`, which materializes every raw table.
 
-    It cannot be run for some of the tables: the slot is confirmed for all of them at once. Every raw table is materialized each time, with
-    zero rows if need be, for Dagster would leave out the publish if one were missing; and only when everything is durable and confirmed.
+    It cannot be run for some of the tables only: the slot is confirmed for all of them at once. Every raw table is materialized each time,
+    even with zero rows, because Dagster would skip the publish if one were missing. They are materialized only after everything is durable
+    and the slot is confirmed.
     """
 
     def work(context: StepContext, _: object) -> Iterator[dg.MaterializeResult]:
@@ -36,7 +37,7 @@ def build_drain(source: CdcSource) -> Step:
     return Step(
         source,
         "drain_wal",
-        "Reads the slot once, up to the window's end, into every raw table; then confirms the slot.",
+        "Reads the slot once, up to the window's end, into every raw table, then confirms the slot.",
         frozenset({source.slot_key}),
         work,
         assets=[source.assets.raw(known) for known in source.tables],
@@ -46,9 +47,9 @@ def build_drain(source: CdcSource) -> Step:
 
 
 def _drain_and_report(context: StepContext, source: CdcSource) -> WindowReport | None:
-    """Drain the run's window and report what is not the step's own output: numbers, other windows, unknown tables.
+    """Drain the run's window; report the numbers, other windows and unknown tables, which are not the step's own output.
 
-    Returns the run's own window, None where there was nothing of it: the slot was only just made.
+    Returns the run's own window; None if nothing was read for it because the slot was only just created.
     """
     key = context.partition_key
     slot = slot_of(context, source)
@@ -61,9 +62,9 @@ def _drain_and_report(context: StepContext, source: CdcSource) -> WindowReport |
 
 
 def report_windows(context: StepContext, source: CdcSource, report: DrainReport, *, own_key: str | None = None) -> None:
-    """Make partitions of a drain's windows and materialize raw tables in them, but for what the step yields itself.
+    """Add partitions for a drain's windows and log a materialization of each raw table in them.
 
-    That is the known tables in the window `own_key`.
+    The known tables in the window `own_key` are left out: the step yields those itself.
     """
     known = {table.table for table in source.tables}
     others = [window.key for window in report.windows if window.key != own_key]
@@ -77,9 +78,10 @@ def report_windows(context: StepContext, source: CdcSource, report: DrainReport,
 
 
 def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[DrainReport, Look | None]:
-    """The report for the run's window: drained now, after a look at the source, or as the ledger has it if that was done before.
+    """Return the report for the run's window: drained now, or taken from the ledger if it was drained before.
 
-    Raises Failure for a window that cannot be drained: its WAL went into others, or is not written yet.
+    The second value is what was read of the source before draining; None if nothing was drained. Raises Failure for a window that cannot be
+    drained: raw holds its WAL in other windows, or the source has not written it yet.
     """
     from pgwal_pipeline.lake.layout import Lake
     from pgwal_pipeline.lake.ledger import Ledger
@@ -93,7 +95,7 @@ def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[Dra
     done = next((window for window in ledger.windows() if window.key == key and window.state == "complete"), None)
     frontier = ledger.frontier()
     if frontier is not None and end <= frontier:
-        # A run that died may have left the slot unconfirmed, and the sensor asks for this window for as long as it is.
+        # A run that died may have left the slot unconfirmed, and the sensor asks for this window until the slot is confirmed.
         settled = slot.drain(frontier, progress.for_run(context.log))
         if done is not None:
             context.log.info(f"Window {key} was drained before; nothing is read again.")
@@ -101,7 +103,7 @@ def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[Dra
             others = [window for window in settled.windows if window.key != key]
             return replace(settled, windows=(report, *others), tables={**settled.tables, **report.tables}), None
         if _drained_meanwhile(context, ledger, end):
-            context.log.info(f"Another drain went past window {key} since this run was asked for; there is nothing left to read.")
+            context.log.info(f"Another drain has read past the end of window {key} since this run was requested; nothing is left to read.")
             return settled, None
         raise dg.Failure(
             f"Window {key} cannot be drained: raw holds everything up to {format_lsn(frontier)} already, in other windows. "
@@ -112,16 +114,16 @@ def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[Dra
     if end > reading.flush_lsn:
         raise dg.Failure(
             f"Window {key} ends at {format_lsn(end)}, but the source has written only up to {format_lsn(reading.flush_lsn)}; "
-            "choose an end that is past.",
+            "choose an end that is not beyond that.",
             allow_retries=False,
         )
     if frontier is None:
-        context.log.info("There is nothing in the lake yet: the slot is made now, and the first window begins there.")
+        context.log.info("The lake is empty: the slot is created now, and the first window begins there.")
     return slot.drain(end, progress.for_run(context.log)), Look(reading.snapshot, reading.insert_lsn, at)
 
 
 def _drained_meanwhile(context: StepContext, ledger: "Ledger", end: int) -> bool:
-    """Whether the window that `end` lies in was drained only after this run was asked for."""
+    """Return whether the window that contains `end` was drained after this run was requested."""
     record = context.instance.get_run_record_by_id(context.run.run_id)
     into = next((window for window in ledger.windows() if window.start_lsn < end <= window.end_lsn), None)
     return record is not None and into is not None and into.at is not None and into.at >= record.create_timestamp

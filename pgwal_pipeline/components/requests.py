@@ -1,4 +1,4 @@
-"""When a run is due: rules over readings and past runs, the same for sensors and schedules."""
+"""When a run is due: rules over the slot's readings and past runs, shared by sensors and schedules."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -13,7 +13,7 @@ from pgwal_pipeline.pipeline.reports import LagReading
 from pgwal_pipeline.settings import Settings
 
 LOOK = "pgwal/look"
-"""The metadata entry, on the slot's observations, under which a drain leaves the look at the source that it took before it read."""
+"""The metadata entry of the slot's observations in which a drain records what it saw of the source before it read the slot."""
 
 ACTIVE = (
     dg.DagsterRunStatus.QUEUED,
@@ -24,7 +24,7 @@ ACTIVE = (
 )
 ENDED = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
 
-# A server that nobody writes to still moves its WAL on by itself, a little: below this much the slot need not follow.
+# An idle server still writes a little WAL of its own. The slot need not follow for less than this.
 IDLE_BYTES = 16 << 20
 
 _FIRST_PAUSE = 10.0
@@ -36,10 +36,10 @@ _OBSERVATIONS = 20
 
 @dataclass(frozen=True)
 class Look:
-    """One look at the source: the transactions that were running, and where the WAL ended then (`insert_lsn`, read afterwards).
+    """What the source showed at the time `at` (Unix seconds): its `snapshot`, and the WAL's end `insert_lsn`, read after the snapshot.
 
-    Once the slot is confirmed there, everything is read that had ended by then (`at`, Unix seconds); and nothing is unread for as long as
-    the source shows the same `snapshot`, wherever checkpoints and the like have moved its WAL meanwhile.
+    Once the slot is confirmed at `insert_lsn`, every transaction that had ended by `at` is read. From then on nothing is unread for as long
+    as the source shows the same `snapshot`, even if checkpoints and the like add WAL.
     """
 
     snapshot: str
@@ -48,10 +48,10 @@ class Look:
 
 
 def look_again(looks: Sequence[Look], reading: LagReading, now: float) -> tuple[tuple[Look, ...], float | None]:
-    """The looks worth keeping after one more, in their order, and for how many seconds a commit may have been unread; None for none.
+    """Add `reading` to `looks`; return those worth keeping, oldest first, and for how many seconds a commit may have been unread.
 
-    Counted from the newest look that is read by now; without any, from the first one. One from the future is from before a clock was set
-    back, and counts from now on.
+    The seconds are None if nothing is unread. They count from the newest entry that the slot has read, or from the oldest one if it has
+    read none. An entry from the future was made before the clock was set back, and counts from `now` on.
     """
     looks = [replace(look, at=min(look.at, now)) for look in looks]
     confirmed = reading.confirmed_flush_lsn if reading.confirmed_flush_lsn is not None else -1
@@ -69,23 +69,24 @@ def look_again(looks: Sequence[Look], reading: LagReading, now: float) -> tuple[
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be run: `sync`, `publish` or nothing; and why, as a sentence."""
+    """The job to run, `sync`, `publish` or None, and the reason as a sentence."""
 
     job: Literal["sync", "publish"] | None
     reason: str
 
 
 def what_is_due(reading: LagReading, unread_seconds: float | None, settings: Settings) -> Due:
-    """What the slot's state asks for, with a commit unread for `unread_seconds` at most, None for none.
+    """Decide which job is due, given that a commit may have been unread for `unread_seconds` (None: nothing is unread).
 
-    A sync is due when there is no slot, when a commit may have been unread for PGWAL_MAX_STALENESS, or when the lag reached
-    PGWAL_LAG_THRESHOLD with something unread in it. A publish alone is due when raw or a snapshot holds more than the last one took.
+    A sync is due when the slot does not exist, when a commit may have been unread for PGWAL_MAX_STALENESS, or when the lag has reached
+    PGWAL_LAG_THRESHOLD and part of it is unread commits. A publish alone is due when raw or a snapshot holds more than the last publish
+    used.
     """
     if not reading.slot_exists:
-        return Due("sync", f"There is no slot {settings.slot} yet.")
+        return Due("sync", f"Slot {settings.slot} does not exist yet.")
     lag = f"{reading.lag_bytes:,} bytes of lag"
     if unread_seconds is None and reading.lag_bytes >= max(settings.lag_threshold, IDLE_BYTES):
-        return Due("sync", f"{lag}, though no commit among them: the slot must follow.")
+        return Due("sync", f"{lag} without a commit: the slot is moved on so that the source can remove WAL.")
     if unread_seconds is not None and reading.lag_bytes >= settings.lag_threshold:
         return Due("sync", f"{lag}, the threshold is {settings.lag_threshold:,}.")
     if unread_seconds is not None and unread_seconds >= settings.max_staleness:
@@ -94,11 +95,14 @@ def what_is_due(reading: LagReading, unread_seconds: float | None, settings: Set
         return Due("publish", "Raw or a snapshot holds more than the newest publish.")
     if unread_seconds is None:
         return Due(None, f"Nothing is unread ({lag}).")
-    return Due(None, f"{lag}, below the threshold, and unread for {unread_seconds:.0f} s at most.")
+    return Due(None, f"{lag}, below the threshold. No commit is unread for more than {unread_seconds:.0f} s.")
 
 
 def window_to_drain(reading: LagReading, last_key: str | None = None) -> str | None:
-    """The key of the window to ask for: the last one again if it is not drained yet, else up to what is flushed now; None for nothing."""
+    """Return the key of the window to request, None if there is nothing to read.
+
+    It is `last_key` again if that window is not drained yet, else the one that ends at the source's flush LSN.
+    """
     confirmed = reading.confirmed_flush_lsn or 0
     if reading.slot_exists and last_key is not None and confirmed < parse_window_key(last_key) <= reading.flush_lsn:
         return last_key
@@ -106,7 +110,10 @@ def window_to_drain(reading: LagReading, last_key: str | None = None) -> str | N
 
 
 def look_of_last_drain(instance: dg.DagsterInstance, slot: dg.AssetKey) -> Look | None:
-    """The look that the newest drain took before it read, if it left one: for whoever has seen nothing yet."""
+    """Return what the newest drain saw of the source before it read, None if none is recorded.
+
+    It is the start for a sensor whose cursor is empty, and for the schedule, which has none.
+    """
     for record in instance.fetch_observations(slot, limit=_OBSERVATIONS).records:
         observation = record.asset_observation
         entry = observation.metadata.get(LOOK) if observation is not None else None
@@ -116,7 +123,7 @@ def look_of_last_drain(instance: dg.DagsterInstance, slot: dg.AssetKey) -> Look 
 
 
 def busy(instance: dg.DagsterInstance, tag: str, value: str) -> str | None:
-    """A sentence naming the run that works under this tag; None when there is none. Runs whose process is gone are ended first."""
+    """Return a sentence naming the active run with this tag; None if there is none. Runs whose process is gone are ended first."""
     end_dead_runs(instance, [(tag, value)])
     active = instance.get_run_records(dg.RunsFilter(tags={tag: value}, statuses=list(ACTIVE)), limit=1)
     if not active:
@@ -126,9 +133,9 @@ def busy(instance: dg.DagsterInstance, tag: str, value: str) -> str | None:
 
 
 def pausing(instance: dg.DagsterInstance, tag: str, value: str, jobs: Collection[str], now: float | None = None) -> str | None:
-    """A sentence while the failures of `jobs` in a row ask for a pause, which doubles from 10 s to 15 min; None otherwise.
+    """Return a sentence while a pause is due after consecutive failures of `jobs`; None otherwise.
 
-    A failure in the future is from before a clock was set back, and asks for none.
+    The pause doubles from 10 s to 15 min. A failure in the future was recorded before the clock was set back, and causes no pause.
     """
     records = instance.get_run_records(dg.RunsFilter(tags={tag: value}, statuses=list(ENDED)), limit=2 * _REMEMBERED)
     failures = 0
@@ -149,4 +156,4 @@ def pausing(instance: dg.DagsterInstance, tag: str, value: str, jobs: Collection
     if not 0 < left <= pause:
         return None
     runs = "run" if failures == 1 else f"{failures} runs"
-    return f"The last {runs} failed; the next is asked for in {left:.0f} s."
+    return f"The last {runs} failed; the next is requested in {left:.0f} s."

@@ -1,4 +1,4 @@
-"""The two things that runs, sensors and schedules need from outside: the slot with its source, and Spark."""
+"""The two resources of runs, sensors and schedules: the slot with its source, and Spark."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -22,10 +22,10 @@ DSN_VARIABLE = "PGWAL_SOURCE_DSN"
 
 
 def settings_for(overrides: Mapping[str, str], dsn_variable: str = DSN_VARIABLE) -> Settings:
-    """The environment's settings with `overrides` (by setting, such as `slot`) over them and the DSN from the variable `dsn_variable`.
+    """Read the settings from the environment, with `overrides` (by setting, such as `slot`) and the DSN from `dsn_variable`.
 
-    The DSN itself is no override: what stands in definitions is shown in the UI. Raises SettingError, also for a `dsn_variable` of one's
-    own that is not set: the next best source would be the wrong one.
+    The DSN cannot be an override, because the UI shows what is in definitions. Raises SettingError, also if a `dsn_variable` other than the
+    default is not set: falling back on PGWAL_SOURCE_DSN would read the wrong source.
     """
     environment = dict(os.environ)
     if dsn_variable != DSN_VARIABLE:
@@ -38,7 +38,7 @@ def settings_for(overrides: Mapping[str, str], dsn_variable: str = DSN_VARIABLE)
 
 
 def settings_without_source(overrides: Mapping[str, str]) -> Settings:
-    """The same without any DSN, for definitions, which load without a source too. Raises SettingError."""
+    """Read the settings as `settings_for` does, but without a DSN: definitions also load without a source. Raises SettingError."""
     environment = {name: value for name, value in os.environ.items() if name != DSN_VARIABLE}
     return Settings.from_environment(environment | _as_variables(overrides))
 
@@ -47,7 +47,7 @@ def _as_variables(overrides: Mapping[str, str]) -> dict[str, str]:
     for name in overrides:
         if name == "source_dsn":
             raise SettingError(
-                "The DSN does not stand in defs.yaml, where it would be shown: name the variable that holds it as dsn_variable."
+                "The DSN must not be in defs.yaml, where the UI shows it: set dsn_variable to the name of the variable that holds it."
             )
         if name not in Settings.model_fields:
             raise SettingError(f"{PREFIX}{name.upper()} takes no value: there is no such setting.")
@@ -55,57 +55,57 @@ def _as_variables(overrides: Mapping[str, str]) -> dict[str, str]:
 
 
 class ReplicationSlot(dg.ConfigurableResource):
-    """The slot and the publication on the source, and the one way to them: whatever reads or changes them goes through here."""
+    """The slot and the publication on the source. Dagster code reads and changes them only through this resource."""
 
     dsn_variable: str = Field(DSN_VARIABLE, description="The environment variable that holds the source's DSN.")
-    overrides: dict[str, str] = Field(default={}, description="Settings that are not the environment's, such as {'slot': 'shop'}.")
+    overrides: dict[str, str] = Field(default={}, description="Settings that override the environment's, such as {'slot': 'shop'}.")
 
     @property
     def settings(self) -> Settings:
-        """Everything a run needs to know. Raises SettingError naming the variable that is wrong or missing."""
+        """The settings of this source. Raises SettingError naming the variable that is wrong or missing."""
         return settings_for(self.overrides, self.dsn_variable)
 
     def lag(self) -> "LagReading":
-        """How far the slot is behind; cheap, nothing is decoded. Raises SourceUnavailable while the source is away."""
+        """Return how far the slot is behind. Cheap: nothing is decoded. Raises SourceUnavailable while the source is away."""
         from pgwal_pipeline.pipeline.status import lag
 
         return lag(self.settings)
 
     def flushed(self) -> int:
-        """The LSN up to which the source has flushed (replayed, on a standby): what a drain started now should reach."""
+        """Return the LSN that a drain started now should reach: the source's flush LSN, on a standby its replay LSN."""
         from pgwal_pipeline.pipeline.drain import next_target
 
         return next_target(self.settings)
 
     def drain(self, end_lsn: int, progress: Progress) -> "DrainReport":
-        """Make what is missing, then read everything committed below `end_lsn` into raw and confirm it."""
+        """Create a missing slot or publication, then read every commit below `end_lsn` into raw and confirm the slot."""
         from pgwal_pipeline.pipeline.drain import drain
 
         return drain(self.settings, end_lsn=end_lsn, progress=progress)
 
     def needs_snapshot(self) -> tuple[TableName, ...]:
-        """The tables of the publication that are not read whole yet."""
+        """Return the tables of the publication that are not read whole yet."""
         from pgwal_pipeline.pipeline.snapshot import needed
 
         return needed(self.settings)
 
     def blocked(self, tables: Collection[TableName]) -> Mapping[TableName, str]:
-        """Those of `tables` that cannot be read yet, since older transactions are open, and who that is."""
+        """Return those of `tables` that cannot be read yet because older transactions are open, with a sentence naming these."""
         from pgwal_pipeline.pipeline.snapshot import blocked
 
         return blocked(self.settings, tables)
 
 
 class LakeSpark(LazyPySparkResource):
-    """The Spark session for the lake: Delta, the lake's storage and PGWAL_SPARK_* set up; started at its first use, once for a process."""
+    """The Spark session for the lake, with Delta, the lake's storage and PGWAL_SPARK_* set up. Started at its first use, once a process."""
 
-    spark_config: dict[str, Any] = Field(default={}, description="More Spark settings, over PGWAL_SPARK_CONF.")
+    spark_config: dict[str, Any] = Field(default={}, description="Further Spark settings; they override PGWAL_SPARK_CONF.")
     overrides: dict[str, str] = Field(
-        default={}, description="Settings that are not the environment's, such as {'spark_master': 'local[2]'}."
+        default={}, description="Settings that override the environment's, such as {'spark_master': 'local[2]'}."
     )
 
     def session(self, say: Callable[[str], None] = lambda _: None) -> "SparkSession":
-        """The session, started if it is not; `say` gets a line when that takes long, as when its jars are fetched for the first time."""
+        """Return the session; start it if need be. `say` gets a line when that takes long, as when jars are first downloaded."""
         if self._spark_session is None:
             from pgwal_pipeline.lake.session import spark_session
 

@@ -1,4 +1,4 @@
-"""What asks for runs by itself: the lag sensor, the sensor for tables that joined, and the schedules behind them."""
+"""What requests runs: the lag sensor, the sensor for tables that joined, and the schedules."""
 
 import json
 import time
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from pgwal_pipeline.components.resources import ReplicationSlot
 
 _NAMES_SHOWN = 10
-_REPORT_SECONDS = 300.0  # between two reports on a slot whose verdict stays the same
+_REPORT_SECONDS = 300.0  # between two reports of an unchanged verdict
 
 
 @dataclass(frozen=True)
 class LagCursor:
     """What the lag sensor keeps from tick to tick.
 
-    `key` and `attempt`: the window it asked for last, and the count of all its requests, so that no two share a run key. `looks`: see
-    `requests.Look`. `flush_lsn` and `at` (Unix seconds): the last reading, for the rate. `verdict` and `reported_at`: the health that it
-    reported last, and when.
+    `key` is the window it requested last; `attempt` counts its requests, so that no two share a run key. `looks`: see `requests.Look`.
+    `flush_lsn` and `at` (Unix seconds) are the last reading, from which the WAL rate is computed. `verdict` and `reported_at` are the
+    health it reported last, and when.
     """
 
     key: str | None = None
@@ -42,7 +42,7 @@ class LagCursor:
 
     @classmethod
     def parse(cls, text: str | None) -> "LagCursor":
-        """The cursor as `dump` wrote it; a fresh one for none, or one of another version."""
+        """Parse what `dump` wrote; return a new cursor if `text` is None or written by another version."""
         try:
             values: dict[str, Any] = dict(json.loads(text or "{}"))
             values["looks"] = tuple(Look(**look) for look in values.get("looks", ()))
@@ -51,16 +51,16 @@ class LagCursor:
             return cls()
 
     def dump(self) -> str:
-        """The cursor as text."""
+        """Return the cursor as JSON text."""
         return json.dumps(asdict(self))
 
 
 def build_lag_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:
-    """The sensor `wal_lag`: see `look_at_lag`."""
+    """Build the sensor `wal_lag`; see `look_at_lag`."""
 
     @dg.sensor(
         name=source.named("wal_lag"),
-        description="Asks for a sync when the slot lags behind by PGWAL_LAG_THRESHOLD, or a commit is unread for PGWAL_MAX_STALENESS.",
+        description="Requests a sync when the slot lags by PGWAL_LAG_THRESHOLD, or a commit is unread for PGWAL_MAX_STALENESS.",
         jobs=[jobs.sync, jobs.publish],
         minimum_interval_seconds=max(5, min(30, round(source.settings.max_staleness / 3))),
         default_status=dg.DefaultSensorStatus.RUNNING,
@@ -73,20 +73,20 @@ def build_lag_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:
 
 
 def look_at_lag(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> dg.SensorResult:
-    """Ask for a sync when the lag or its age passes its bound, for a publish when only that is due; report the slot's health.
+    """Request a sync when the lag or its age reaches its limit, or a publish when only that is due; report the slot's health.
 
-    Nothing is asked for while a run works on the slot or failures ask for a pause; the reason for doing nothing is always given. What keeps
-    it from looking (a source that is away, a DSN that cannot be read) is raised: the tick fails with it, so that an alert can go by that.
+    Nothing is requested while a run works on the slot, or during the pause after failures; the skip reason says which. Errors that prevent
+    a reading (the source is away, the DSN cannot be read) are raised: the tick fails, so that an alert can watch for it.
     """
     cursor = LagCursor.parse(context.cursor)
-    # At every tick, whatever is due: runs that somebody else asked for wait for them in the queue.
+    # At every tick, even if nothing is due: runs requested by others wait in the queue for dead ones.
     end_dead_runs(context.instance, [(SLOT_TAG, source.tag), (SNAPSHOT_TAG, source.tag)])
     settings = slot.settings
     reading = slot.lag()
     now = time.time()
     looks, unread = look_again(cursor.looks or _first_look(context.instance, source), reading, now)
     due = what_is_due(reading, unread, settings)
-    # Late: it has waited for so much longer than it may that nobody can be keeping up with the source.
+    # Late: a commit has been unread for so much longer than PGWAL_MAX_STALENESS that runs do not keep up with the source.
     late = not reading.slot_exists or (unread or 0.0) > 2 * settings.max_staleness + 60.0
     events, cursor = _report_slot(source, reading, replace(cursor, looks=looks), now, late=late)
     held = _held_up(context.instance, source, jobs) if due.job is not None else None
@@ -94,12 +94,12 @@ def look_at_lag(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jo
         return dg.SensorResult(skip_reason=f"{due.reason} {held or ''}".strip(), cursor=cursor.dump(), asset_events=events)
     cursor = replace(cursor, attempt=cursor.attempt + 1)
     if due.job == "publish":
-        # The position keeps the key from being one of an older count, where the cursor was reset.
+        # The LSN keeps the run key unique even after the cursor, and with it the count, was reset.
         request = dg.RunRequest(job_name=jobs.publish.name, run_key=f"publish {window_key(reading.flush_lsn)}#{cursor.attempt}")
         return dg.SensorResult(run_requests=[request], cursor=cursor.dump(), asset_events=events)
     key = window_to_drain(reading, cursor.key)
     if key is None:
-        return dg.SensorResult(skip_reason=f"{due.reason} Nothing of it is flushed yet.", cursor=cursor.dump(), asset_events=events)
+        return dg.SensorResult(skip_reason=f"{due.reason} None of it is flushed yet.", cursor=cursor.dump(), asset_events=events)
     return dg.SensorResult(
         run_requests=[dg.RunRequest(job_name=jobs.sync.name, partition_key=key, run_key=f"{key}#{cursor.attempt}")],
         dynamic_partitions_requests=[source.windows.build_add_request([key])],
@@ -119,9 +119,9 @@ def _first_look(instance: dg.DagsterInstance, source: CdcSource) -> tuple[Look, 
 
 
 def _report_slot(source: CdcSource, reading: LagReading, cursor: LagCursor, now: float, *, late: bool) -> tuple[list[Any], LagCursor]:
-    """The slot's health as events without a run: at once when its verdict changes, else every few minutes.
+    """Return the slot's health as events without a run: at once when its verdict changes, else every few minutes.
 
-    While nothing is late the slot is materialized too, which is what its freshness goes by.
+    While nothing is late the slot is also materialized, which keeps it fresh under its freshness policy.
     """
     rate = None
     if cursor.flush_lsn is not None and now > cursor.at and reading.flush_lsn >= cursor.flush_lsn:
@@ -149,11 +149,11 @@ def _evaluation(source: CdcSource, verdict: Verdict) -> dg.AssetCheckEvaluation:
 
 
 def build_new_table_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:
-    """The sensor `new_tables`: see `look_for_new_tables`."""
+    """Build the sensor `new_tables`; see `look_for_new_tables`."""
 
     @dg.sensor(
         name=source.named("new_tables"),
-        description="Asks for a snapshot of the tables that have joined the publication and are not read whole yet.",
+        description="Requests a snapshot of the tables that have joined the publication and are not read whole yet.",
         job=jobs.snapshot,
         minimum_interval_seconds=15,
         default_status=dg.DefaultSensorStatus.RUNNING,
@@ -166,9 +166,9 @@ def build_new_table_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition
 
 
 def look_for_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> dg.SensorResult:
-    """Ask for a snapshot while tables of the publication are not read whole yet, one at a time, with pauses after failures.
+    """Request a snapshot run while tables of the publication are not read whole yet: one run at a time, with pauses after failures.
 
-    None is asked for while all of them wait for older transactions. What keeps it from looking is raised, and the tick fails with it.
+    None is requested while all these tables wait for older transactions. Errors that prevent a reading are raised, and the tick fails.
     """
     attempt = _attempt(context.cursor)
     position = slot.flushed()
@@ -187,7 +187,7 @@ def look_for_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, 
 
 
 def _attempt(cursor: str | None) -> int:
-    """How many snapshots were asked for, as the cursor has it; 0 for none, or one of another version."""
+    """Return how many snapshots were requested, from the cursor; 0 if there is none or another version wrote it."""
     try:
         return int(cursor or 0)
     except ValueError:
@@ -195,11 +195,11 @@ def _attempt(cursor: str | None) -> int:
 
 
 def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition]:
-    """A sync every hour for when the sensor is off, and maintenance every night."""
+    """Build the schedules: a sync every hour, in case the lag sensor is off, and maintenance every night."""
 
     @dg.schedule(
         name=source.named("hourly_sync"),
-        description="The backstop of the lag sensor: asks for a sync if anything is unread by then.",
+        description="A fallback for the lag sensor: requests a sync if anything is unread.",
         job=jobs.sync,
         cron_schedule="7 * * * *",
         default_status=dg.DefaultScheduleStatus.RUNNING,
@@ -210,7 +210,7 @@ def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition
 
     @dg.schedule(
         name=source.named("nightly_maintenance"),
-        description="Compacts, vacuums and prunes the lake when few are awake.",
+        description="Compacts, vacuums and prunes the lake at night.",
         job=jobs.maintenance,
         cron_schedule="17 3 * * *",
         default_status=dg.DefaultScheduleStatus.RUNNING,
@@ -222,9 +222,9 @@ def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition
 
 
 def look_each_hour(instance: dg.DagsterInstance, source: CdcSource, slot: "ReplicationSlot") -> dg.RunRequest | dg.SkipReason:
-    """Ask for a sync of what is unread; the window's partition is made here, since a schedule's tick cannot ask for it.
+    """Request a sync if anything is unread. The window's partition is added here, since a schedule's tick cannot request one.
 
-    Raises what keeps it from looking, such as SourceUnavailable: the tick fails with it.
+    Errors that prevent a reading, such as SourceUnavailable, are raised, and the tick fails.
     """
     reading = slot.lag()
     if reading.slot_exists and look_again(_first_look(instance, source), reading, time.time())[1] is None:

@@ -1,4 +1,4 @@
-"""Snapshots as assets: one step reads the tables that need it, beside the stream."""
+"""Snapshots as assets: one step reads the tables that need it, while drains go on."""
 
 from collections.abc import Iterator
 
@@ -13,10 +13,11 @@ from pgwal_pipeline.relation import TableName
 
 
 def build_snapshots(source: CdcSource) -> Step:
-    """Make the step `take_snapshots`, which makes the snapshot tables.
+    """Build the step `take_snapshots`, which materializes the snapshot tables.
 
-    Run for all of them it reads those that have joined and are not read whole yet. Run for some of them, or told tables by its config,
-    it reads just these again from the start. It waits for nobody: a table that has to wait for old transactions is left to a later run.
+    A run that selects all of them reads those that have joined and are not read whole yet. A run that selects some, or whose config names
+    tables, reads exactly these again from the start. The step does not wait: a table that has to wait for old transactions is left to a
+    later run.
     """
 
     def work(context: StepContext, tables: tuple[TableName, ...] | None) -> Iterator[dg.MaterializeResult]:
@@ -26,7 +27,7 @@ def build_snapshots(source: CdcSource) -> Step:
     return Step(
         source,
         "take_snapshots",
-        "Reads the rows that were there before the stream, in chunks; a read that was cut short goes on where it stood.",
+        "Reads the rows that were there before the stream, in chunks. A read that was interrupted goes on after its last chunk.",
         frozenset({source.slot_key}),
         work,
         assets=[source.assets.snapshot(known) for known in source.tables],
@@ -35,7 +36,7 @@ def build_snapshots(source: CdcSource) -> Step:
 
 
 def _snapshot(context: StepContext, source: CdcSource, tables: tuple[TableName, ...] | None) -> SnapshotsReport:
-    """Read `tables` again, or those that need it where none are named, and leave the numbers on the slot."""
+    """Read `tables` again, or with None those that need it; record the numbers on the slot's asset."""
     from pgwal_pipeline.pipeline.snapshot import snapshot
 
     with at_work(context, source.snapshot_tags):

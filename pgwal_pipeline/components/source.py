@@ -1,4 +1,4 @@
-"""What all definitions of one source share: its names, its tables, its tags."""
+"""What all definitions of one source share: names, tables and tags."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 StepContext = dg.AssetExecutionContext | dg.OpExecutionContext
 
 SLOT_TAG = "pgwal/slot"
-"""On runs that read the slot or write what is read from it: one at a time for each value."""
+"""The tag of runs that read the slot or write what is read from it. One run at a time for each value."""
 
 SNAPSHOT_TAG = "pgwal/snapshot"
-"""On runs that read tables whole: one at a time for each value, beside those of the slot."""
+"""The tag of runs that read tables whole. One run at a time for each value, alongside those of the slot."""
 
 
 @dataclass(frozen=True)
 class CdcSource:
-    """One source in one code location. `name` stands before the names of its jobs and ops, and is empty for the only one."""
+    """One source in one code location. `name` is the prefix of its jobs and ops; empty for the only source."""
 
     name: str
     settings: Settings
@@ -38,22 +38,22 @@ class CdcSource:
     tables: tuple[KnownTable, ...]
 
     def named(self, what: str) -> str:
-        """`what` as it is called for this source: `sync`, or `shop_sync`."""
+        """Return `what` with the source's name before it: `sync`, or `shop_sync`."""
         return f"{self.name}_{what}" if self.name else what
 
     @property
     def names(self) -> AssetNames:
-        """What its assets are called."""
+        """The keys of its assets."""
         return self.assets.names
 
     @property
     def windows(self) -> dg.DynamicPartitionsDefinition:
-        """The partitions of every raw table: a key a window."""
+        """The partitions of every raw table, one for each window."""
         return dg.DynamicPartitionsDefinition(name=self.windows_name)
 
     @property
     def windows_name(self) -> str:
-        """What the instance calls those partitions."""
+        """The name of these partitions in the Dagster instance."""
         return self.named("wal_windows")
 
     @property
@@ -73,21 +73,21 @@ class CdcSource:
 
     @property
     def slot_tags(self) -> dict[str, str]:
-        """For the jobs that read the slot or write what is read from it."""
+        """The tags of jobs that read the slot or write what is read from it."""
         return {SLOT_TAG: self.tag}
 
     @property
     def snapshot_tags(self) -> dict[str, str]:
-        """For the job that reads tables whole."""
+        """The tags of the job that reads tables whole."""
         return {SNAPSHOT_TAG: self.tag}
 
     def knows(self, table: TableName) -> bool:
-        """Whether the definitions have assets for the table."""
+        """Return whether the definitions have assets for the table."""
         return any(known.table == table for known in self.tables)
 
 
 def op_safe(specs: Sequence[dg.AssetSpec]) -> tuple[list[dg.AssetSpec], dict[dg.AssetKey, dg.AssetKey]]:
-    """The specs under stand-in keys (see `stand_ins`) where they need any, and the real key of each stand-in."""
+    """Return the specs with stand-in keys (see `stand_ins`) where needed, and the real key of each stand-in."""
     given = stand_ins(key for spec in specs for key in (spec.key, *(dep.asset_key for dep in spec.deps)))
     if not given:
         return list(specs), {}
@@ -99,10 +99,11 @@ def op_safe(specs: Sequence[dg.AssetSpec]) -> tuple[list[dg.AssetSpec], dict[dg.
 
 
 def stand_ins(keys: Iterable[dg.AssetKey]) -> dict[dg.AssetKey, dg.AssetKey]:
-    """A stand-in for each of the keys from which Dagster cannot make the name of an op's input or output.
+    """Return a stand-in for each key from which Dagster cannot derive the name of an op's input or output.
 
-    Postgres allows anything in a name, Dagster only letters, digits and underscores; and it takes `a_b.c` and `a.b_c` for one. Assets are
-    made under the stand-ins, which then only name inputs and outputs: `with_attributes(asset_key_replacements=…)` gives the real keys.
+    Postgres allows any character in a name, Dagster only letters, digits and underscores, and it derives the same name from `a_b.c` and
+    `a.b_c`. Assets are defined under the stand-ins, which name the inputs and outputs; `with_attributes(asset_key_replacements=…)` then
+    gives the assets their real keys.
     """
     found: dict[dg.AssetKey, dg.AssetKey] = {}
     taken: set[str] = set()
@@ -123,12 +124,12 @@ def _plain(key: dg.AssetKey) -> dg.AssetKey:
 
 
 def slot_of(context: StepContext, source: CdcSource) -> "ReplicationSlot":
-    """The run's ReplicationSlot resource for this source."""
+    """Return the run's ReplicationSlot resource for this source."""
     return getattr(context.resources, source.slot_key)
 
 
 def session_of(context: StepContext, source: CdcSource) -> "Callable[[], SparkSession]":
-    """What starts the run's Spark session for this source, when it is needed."""
+    """Return a function that starts the run's Spark session for this source, or returns the started one."""
     spark: LakeSpark = getattr(context.resources, source.spark_key)
     return lambda: spark.session(progress.for_run(context.log).say)
 
@@ -140,7 +141,10 @@ def observe_slot(
     report: Mapping[str, Any],
     more: Mapping[str, dg.MetadataValue] | None = None,
 ) -> None:
-    """Leave a step's numbers on the slot, where the UI plots them, and its report for `pgwal` to print."""
+    """Record a step's numbers on the slot's asset, where the UI plots them, and its report, which `pgwal` prints.
+
+    `more` are further metadata entries.
+    """
     metadata = (
         {f"pgwal/{name}": value for name, value in numbers.items()} | {REPORT: dg.MetadataValue.json(dict(report))} | dict(more or {})
     )
@@ -148,7 +152,7 @@ def observe_slot(
 
 
 def hint_unknown(context: StepContext, source: CdcSource, tables: Iterable[TableName]) -> None:
-    """Tables that the definitions do not have are captured all the same; say so, and let the next load know them and where they stand."""
+    """Warn about captured tables that the definitions lack, and refresh the list of tables and their locations for the next load."""
     from pgwal_pipeline.lake.layout import Lake
     from pgwal_pipeline.lake.ledger import Ledger
 

@@ -1,8 +1,8 @@
-"""The steps that runs are made of, each written once: a function of the run's context that does the work and yields what it made.
+"""The steps of runs, each written once: a function of the run's context that does the work and yields its results.
 
-Dagster shows a step as the assets that it makes, or the checks that it makes good. While no table is known there are none of either, and
-Dagster has no definition of no assets; yet the step has to run then too, for the first run is what finds the tables. So a step is an op as
-long as no table is known: it does the same work, and logs what it made. `Step.definition` chooses the form; nothing else knows of the two.
+Dagster shows a step as the assets it materializes, or the checks it runs. While no table is known there are neither, and Dagster cannot
+define a step with no assets. The step must still run then, because the first run is what finds the tables. So as long as no table is known
+a step is an op, which does the same work and logs its results. `Step.definition` chooses the form; no other code knows that there are two.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,18 +17,18 @@ from pgwal_pipeline.relation import TableName
 Result = dg.MaterializeResult | dg.AssetCheckResult
 
 Work = Callable[[StepContext, tuple[TableName, ...] | None], Iterator[Result]]
-"""A step's work, for some tables or, with None, for all of them. It may yield results of assets that the run did not select, too."""
+"""A step's work for some tables, or with None for all. It may also yield results of assets that the run did not select."""
 
 _TABLES = "tables"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of `source`, called `name` after it. `resources` are the keys of what it needs.
+    """A step of `source` called `name`, which needs the resources with the keys `resources`.
 
-    `assets` are made by it, one for each table; with `checks` alone it only checks. `partitions` are the assets' own. With `selectable` it
-    may be run for some of the tables. `tables_config` describes a config field `tables`, names as schema.table, which chooses them by name;
-    without it there is no config.
+    It materializes `assets`, one for each table, partitioned by `partitions`; with `checks` but no assets it only checks. `selectable`: a
+    run may select some of the tables. `tables_config`: the description of a config field `tables` that selects tables by name
+    (schema.table); with None the step has no config.
     """
 
     source: CdcSource
@@ -49,14 +49,14 @@ class Step:
 
     @property
     def selection(self) -> dg.AssetSelection:
-        """What of the asset graph the step makes: its assets, and only its own checks."""
+        """The step's part of the asset graph: its assets, and only its own checks."""
         assert isinstance(self.definition, dg.AssetsDefinition)
         checks = dg.AssetSelection.checks(*self.definition.check_keys)
         return dg.AssetSelection.assets(*self.definition.keys).without_checks() | checks if self.assets else checks
 
 
 def _op(step: Step) -> dg.OpDefinition:
-    """The step as an op; another one may come before it."""
+    """Return the step as an op, which may follow another op."""
 
     @dg.op(
         name=step.source.named(step.name),
@@ -119,7 +119,7 @@ def _checks(step: Step) -> dg.AssetsDefinition:
 
 
 def _safe(check: dg.AssetCheckSpec, given: Mapping[dg.AssetKey, dg.AssetKey]) -> dg.AssetCheckSpec:
-    """The check on the stand-ins of its assets, see `stand_ins`."""
+    """Return the check on the stand-ins of its assets; see `stand_ins`."""
     deps = [dg.AssetDep(given.get(dep.asset_key, dep.asset_key)) for dep in check.additional_deps]
     return dg.AssetCheckSpec(
         check.name, asset=given.get(check.asset_key, check.asset_key), description=check.description, additional_deps=deps
@@ -127,14 +127,14 @@ def _safe(check: dg.AssetCheckSpec, given: Mapping[dg.AssetKey, dg.AssetKey]) ->
 
 
 def _config(step: Step) -> dict[str, dg.Field] | None:
-    """The step's config, if it has any."""
+    """Return the step's config schema, None if it has none."""
     if step.tables_config is None:
         return None
     return {_TABLES: dg.Field([str], default_value=[], is_required=False, description=step.tables_config)}
 
 
 def _configured(context: StepContext) -> tuple[TableName, ...] | None:
-    """The tables that the run's config names, None where it names none. Raises Failure for what is no table's name."""
+    """Return the tables that the run's config names, None if it names none. Raises Failure for an invalid name."""
     config: Any = context.op_execution_context.op_config if isinstance(context, dg.AssetExecutionContext) else context.op_config
     try:
         return tuple(TableName.parse(name) for name in (config or {}).get(_TABLES, ())) or None
@@ -143,7 +143,7 @@ def _configured(context: StepContext) -> tuple[TableName, ...] | None:
 
 
 def _of_selection(step: Step, keys: Sequence[object], selected: Collection[object]) -> tuple[TableName, ...] | None:
-    """The tables whose keys (one each, in the tables' order) the run selects, None where that is all of them."""
+    """Return the tables whose keys the run selects, None if it selects all. `keys` has one key for each table, in the same order."""
     chosen = tuple(known.table for known, key in zip(step.source.tables, keys, strict=True) if key in selected)
     return None if len(chosen) == len(step.source.tables) else chosen
 
@@ -151,7 +151,7 @@ def _of_selection(step: Step, keys: Sequence[object], selected: Collection[objec
 def _selected(
     context: StepContext, results: Iterator[Result], keys: Collection[dg.AssetKey], checks: Collection[dg.AssetCheckKey]
 ) -> Iterator[Result]:
-    """What the run selects of the results, for Dagster to take; of the others the assets are logged."""
+    """Yield the results that the run selects; log the other assets' results as materializations."""
     for result in results:
         assert result.asset_key is not None
         if isinstance(result, dg.AssetCheckResult):

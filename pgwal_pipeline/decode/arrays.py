@@ -1,4 +1,4 @@
-"""The text of one-dimensional arrays, `{1,NULL,"a b"}`, taken apart for a whole column at a time."""
+"""Splits the text of one-dimensional arrays, `{1,NULL,"a b"}`, into elements, a whole column at a time."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,8 @@ _NULL = np.frombuffer(b"NULL", np.uint8)
 class Split:
     """The elements of all arrays of a column: those of the i-th are `elements[offsets[i]:offsets[i + 1]]`.
 
-    `misfits` marks arrays of another shape (several dimensions, or a lower bound that is not 1), which have no elements here; None where
-    there are none.
+    `misfits` marks arrays of another shape (several dimensions, or a lower bound that is not 1), which have no elements here; None if there
+    are none.
     """
 
     elements: pa.StringArray
@@ -26,12 +26,12 @@ class Split:
     misfits: Mask | None
 
     def rows(self) -> Ints:
-        """For each element the index of its array."""
+        """Return for each element the index of its array."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
 
 def split(texts: Ragged, delimiter: str) -> Split:
-    """Take the texts of arrays apart; a null has no elements. Raises UnreadableError for what is no text of an array."""
+    """Split the texts of arrays into elements; a null has none. Raises UnreadableError for text that is not an array's."""
     escapes = _escapes(texts.octets)
     outline = _outline(texts, escapes)
     opens = np.flatnonzero(outline == _OPEN)
@@ -44,7 +44,7 @@ def split(texts: Ragged, delimiter: str) -> Split:
 
 
 def _escapes(octets: Bytes) -> Ints:
-    """Positions of the backslashes that escape what follows them: in a run of backslashes every other one."""
+    """Return the positions of the backslashes that escape the next byte: in a sequence of backslashes every other one."""
     found = np.flatnonzero(octets == _ESCAPE)
     if not len(found):
         return found
@@ -56,7 +56,7 @@ def _escapes(octets: Bytes) -> Ints:
 
 
 def _outline(texts: Ragged, escapes: Ints) -> Bytes:
-    """The bytes with everything inside quotes made plain, so that what is left of braces, delimiters and quotes means something."""
+    """Return the bytes with everything inside quotes replaced, so that only structural braces, delimiters and quotes remain."""
     outline = texts.octets.copy()
     if len(escapes):
         outline[escapes] = _PLAIN
@@ -66,7 +66,7 @@ def _outline(texts: Ragged, escapes: Ints) -> Bytes:
         if len(escapes):
             raise _malformed(texts, texts.row_of(int(escapes[0])))
         return outline
-    inside = np.cumsum(quotes, dtype=np.uint8) & 1 == 1  # a byte's overflow keeps what is odd
+    inside = np.cumsum(quotes, dtype=np.uint8) & 1 == 1  # the overflow of a byte keeps odd and even
     loose = escapes[~inside[escapes]]
     if len(loose):
         raise _malformed(texts, texts.row_of(int(loose[0])))
@@ -79,7 +79,7 @@ def _outline(texts: Ragged, escapes: Ints) -> Bytes:
 
 
 def _without_other_shapes(texts: Ragged, delimiter: str, opens: Ints) -> Split:
-    """Put aside the arrays of another shape and split the others."""
+    """Mark the arrays of another shape as misfits and split the others."""
     valid = texts.valid_mask()
     braces = np.diff(np.searchsorted(opens, texts.offsets))
     begins = np.zeros(len(texts), np.uint8)
@@ -94,12 +94,12 @@ def _without_other_shapes(texts: Ragged, delimiter: str, opens: Ints) -> Split:
 
 
 def _first_unclosed(texts: Ragged) -> int:
-    """The first array that is not one pair of braces, where there must be one."""
+    """Return the index of the first array that is not one pair of braces; there must be one."""
     return int((~texts.matching(r'(?s)\A\{([^{}"\\]|"([^"\\]|\\.)*")*\}\z') & texts.valid_mask()).argmax())
 
 
 def _elements(texts: Ragged, outline: Bytes, escapes: Ints, delimiter: str) -> Split:
-    """Split arrays each of which is one pair of braces around its elements."""
+    """Split arrays that are each one pair of braces around the elements."""
     filled = texts.lengths > 2
     separates = outline == ord(delimiter)
     before, after = separates.copy(), separates

@@ -1,8 +1,8 @@
-"""Values in the binary form of their types, as COPY sends them, to typed Arrow arrays, whole columns at a time.
+"""Reads values in their types' binary form, as COPY sends them, into typed Arrow arrays, a whole column at a time.
 
-For types of a fixed size this is a change of byte order where text would have to be written and parsed again. The forms are those of the
-send functions in Postgres's src/backend/utils/adt, which have not changed since 8.4. What the Arrow type cannot hold becomes null and a
-misfit, as in `casts`; `written` gives the text that Postgres would have sent of it.
+For types of a fixed size this only changes the byte order; text would have to be formatted and parsed. The forms are those of the send
+functions in Postgres's src/backend/utils/adt, which have not changed since 8.4. A value that the Arrow type cannot hold becomes null and a
+misfit, as in `casts`; `written` returns the text that Postgres would have sent for it.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ import pyarrow as pa
 from pgwal_pipeline.decode.ragged import assemble
 from pgwal_pipeline.decode.vectors import Ints, Mask
 
-_EPOCH_DAY = 10_957  # days from 1970-01-01 to 2000-01-01, where Postgres counts from
+_EPOCH_DAY = 10_957  # days from 1970-01-01 to 2000-01-01, from where Postgres counts
 _DAY = 86_400_000_000  # microseconds
 _SECOND = 1_000_000
 _FIRST_DAY, _LAST_DAY = -719_162, 2_932_896  # 0001-01-01 and 9999-12-31, from 1970-01-01
@@ -20,16 +20,16 @@ _TIMESTAMP_ENDS = (-(1 << 63), (1 << 63) - 1)
 _BYTEA, _OID = 17, 26
 
 SIZES = {16: 1, 20: 8, 21: 2, 23: 4, _OID: 4, 700: 4, 701: 8, 1082: 4, 1114: 8, 1184: 8}
-"""How many bytes a value has, by its type's OID: bool, int8, int2, int4, oid, float4, float8, date, timestamp, timestamptz."""
+"""The bytes of a value, by its type's OID: bool, int8, int2, int4, oid, float4, float8, date, timestamp, timestamptz."""
 
 TYPES = frozenset({_BYTEA, *SIZES})
-"""The OIDs of all types whose binary form is read; bytea's is what it holds."""
+"""The OIDs of all types whose binary form is read. That of bytea is its bytes."""
 
 
 def read(numbers: Ints, missing: Mask, arrow: pa.DataType, oid: int) -> tuple[pa.Array, Mask | None]:
-    """Values of a type in SIZES, given as big-endian signed numbers, as an array of `arrow`, and the mask of misfits or None.
+    """Return an array of `arrow` from values of a type in SIZES, and the mask of misfits, None if there are none.
 
-    Those that `missing` marks become null.
+    `numbers` are the values' bytes read as big-endian signed numbers. Those that `missing` marks become null.
     """
     if pa.types.is_temporal(arrow):
         return _moments(numbers, missing, arrow)
@@ -40,13 +40,13 @@ def read(numbers: Ints, missing: Mask, arrow: pa.DataType, oid: int) -> tuple[pa
     if pa.types.is_floating(arrow):
         values = values.view(f"f{SIZES[oid]}")
         wrong = np.isnan(values)
-        if wrong.any():  # one of many
+        if wrong.any():  # NaN has many bit patterns; all become one
             values[wrong] = np.nan
     return assemble(arrow, len(numbers), validity, values), None
 
 
 def written(numbers: Ints, arrow: pa.DataType) -> pa.StringArray:
-    """The texts, as Postgres writes them under the settings of `dsn.connect`, of dates and timestamps that were misfits."""
+    """Return the texts of dates and timestamps that were misfits, as Postgres writes them with the settings of `dsn.connect`."""
     if pa.types.is_date(arrow):
         return pa.array([_date(days) for days in numbers.tolist()], pa.string())
     zone = "+00" if arrow.tz else ""
@@ -54,7 +54,7 @@ def written(numbers: Ints, arrow: pa.DataType) -> pa.StringArray:
 
 
 def _moments(counts: Ints, missing: Mask, arrow: pa.DataType) -> tuple[pa.Array, Mask | None]:
-    """Dates or timestamps, counted from 2000-01-01; years 1 to 9999 are values, all others misfits."""
+    """Return dates or timestamps from counts since 2000-01-01. Years 1 to 9999 are values, all others misfits."""
     day = 1 if pa.types.is_date(arrow) else _DAY
     misfits = (counts < (_FIRST_DAY - _EPOCH_DAY) * day) | (counts >= (_LAST_DAY + 1 - _EPOCH_DAY) * day)
     misfits &= ~missing
@@ -84,9 +84,9 @@ def _timestamp(moment: int, zone: str) -> str:
 
 
 def _civil(days: int) -> tuple[str, str]:
-    """The day as year-month-day in the proleptic Gregorian calendar, and ` BC` or nothing; `days` counts from 2000-01-01.
+    """Return the day as year-month-day in the proleptic Gregorian calendar, and ` BC` or nothing; `days` counts from 2000-01-01.
 
-    The calendar's years begin in March here, so that a leap day is a year's last, and come in cycles of 400 years, as in Howard Hinnant's
+    Years begin in March here, so that a leap day is the last day of its year, and repeat in cycles of 400 years, as in Howard Hinnant's
     "chrono-Compatible Low-Level Date Algorithms".
     """
     cycle, day = divmod(days + _EPOCH_DAY + 719_468, 146_097)

@@ -1,8 +1,8 @@
-"""Postgres's output text to typed Arrow arrays, whole columns at a time.
+"""Casts Postgres's output text to typed Arrow arrays, a whole column at a time.
 
-A value is one of three: ordinary (becomes its typed value), a misfit (a proper value of the Postgres type that the Arrow type cannot
-hold, or text that is not UTF-8: becomes null and is marked, so that its text can be kept), or no text of its type at all (UnreadableError:
-the stream is damaged, or the session that sent it lacked the output settings that the decoder relies on).
+A text is one of three kinds. An ordinary value becomes its typed value. A misfit is a valid value that the Arrow type cannot hold, or text
+that is not UTF-8; it becomes null and is marked, so that its text can be kept. Text that the type never has raises UnreadableError: the
+stream is damaged, or the session that sent it lacked the output settings that the decoder needs.
 """
 
 import binascii
@@ -23,30 +23,30 @@ _TIMESTAMP = r"\A(-?infinity|[0-9]{4,6}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9
 _TIMESTAMPTZ = _TIMESTAMP.replace("( BC)?", r"\+00( BC)?")
 _NOT_FINITE = r"\A(NaN|-?Infinity)\z"
 _NUMERIC = r"\A-?[0-9]+(\.[0-9]+)?\z"
-_INT64_DIGITS = 18  # decimals of up to so many digits are read as 64-bit integers
+_INT64_DIGITS = 18  # decimals of up to this many digits are read as 64-bit integers
 _YEAR_ONE = -719_162  # days from 1970-01-01 back to 0001-01-01
 _DAY = 86_400_000_000  # microseconds
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A typed array, and which of its nulls stand for a value that it cannot hold (None where there are no such)."""
+    """A typed array, and the mask of its nulls that stand for a value it cannot hold; None if there are none."""
 
     values: pa.Array
     misfits: Mask | None = None
 
 
 def cast_text(texts: pa.StringArray, declared: PgType) -> tuple[pa.Array, Mask | None]:
-    """Read Postgres's output text as values of a type: an array of `arrow_type(declared)` and the mask of misfits, None if there are none.
+    """Cast Postgres's output text to an array of `arrow_type(declared)`; return it and the mask of misfits, None if there are none.
 
-    Raises UnreadableError, with the index of the first offender, for text that no value of the type has.
+    Raises UnreadableError, with the index of the first such text, for text that no value of the type has.
     """
     done = cast_to(texts, target_of(declared))
     return done.values, done.misfits
 
 
 def cast_to(texts: pa.StringArray, target: Target) -> Cast:
-    """`cast_text` for a type that has been looked up. The texts need not be valid UTF-8: in a string column such are misfits."""
+    """Cast as `cast_text` does, to a type looked up before. Texts need not be UTF-8: in a string column others are misfits."""
     if texts.null_count == len(texts):
         return Cast(pa.nulls(len(texts), target.arrow))
     if target.binary is not None:
@@ -76,7 +76,10 @@ def _is_utf8(octets: bytes) -> bool:
 
 
 def kept(texts: pa.StringArray) -> pa.StringArray:
-    """The texts of misfits as they are kept: bytes that are not UTF-8, of a database in SQL_ASCII, as Postgres writes bytea."""
+    """Return the texts of misfits in the form that is stored.
+
+    Bytes that are not UTF-8, which a database in SQL_ASCII may hold, are written as Postgres writes bytea.
+    """
     octets = texts.view(pa.binary())
     try:
         return octets.cast(pa.string())
@@ -88,13 +91,13 @@ def kept(texts: pa.StringArray) -> pa.StringArray:
 
 
 def _integers(texts: Ragged, arrow: pa.DataType) -> Cast:
-    # Arrow would take hexadecimal digits.
+    # Arrow would also accept hexadecimal digits.
     return Cast(_arrow_cast(_up_to(texts, "9", arrow), arrow))
 
 
 def _floats(texts: Ragged, arrow: pa.DataType) -> Cast:
     values = _arrow_cast(texts, arrow)
-    # NaN and Infinity are values; what overflowed, or another spelling that Arrow knows, is not.
+    # NaN and Infinity are values. Overflow, and other spellings of them that Arrow accepts, are not.
     _check(texts, ~np.isfinite(values.fill_null(0).to_numpy()), _NOT_FINITE, arrow)
     return Cast(values)
 
@@ -132,7 +135,7 @@ def _binaries(texts: Ragged, arrow: pa.DataType) -> Cast:
 
 
 def _dates(texts: Ragged, arrow: pa.DataType) -> Cast:
-    # Everything else that a date can be is longer or shorter than year-month-day.
+    # Every date that is a misfit is longer or shorter than year-month-day.
     return _moments(texts, arrow, texts.lengths == 10, _DATE, _YEAR_ONE)
 
 
@@ -140,13 +143,13 @@ def _timestamps(texts: Ragged, arrow: pa.DataType) -> Cast:
     shortest = 22 if arrow.tz else 19
     fits = texts.lengths >= shortest  # else an infinity
     starts, ends = texts.offsets[:-1][fits], texts.offsets[1:][fits]
-    # A longer year has no dash there; one before Christ ends in a letter.
+    # A year of more than four digits has no dash there; a date before Christ ends in a letter.
     fits[fits] = (texts.octets[starts + 4] == ord("-")) & (texts.octets[ends - 1] <= ord("9"))
     return _moments(texts, arrow, fits, _TIMESTAMPTZ if arrow.tz else _TIMESTAMP, _YEAR_ONE * _DAY)
 
 
 def _moments(texts: Ragged, arrow: pa.DataType, fits: Mask, pattern: str, earliest: int) -> Cast:
-    """Dates or timestamps: those that `fits` marks as typed values, the others, which must match `pattern`, as misfits."""
+    """Cast dates or timestamps: those that `fits` marks become values, the others misfits, which must match `pattern`."""
     texts, misfits = _without(texts, fits, pattern, arrow)
     values = _arrow_cast(_up_to(texts, ":", arrow), arrow)
     counts = values.view(pa.int32() if arrow.bit_width == 32 else pa.int64()).fill_null(earliest).to_numpy()
@@ -177,7 +180,7 @@ def _long_decimals(texts: Ragged, arrow: pa.DataType) -> pa.Array | None:
 
 
 def _short_decimals(texts: Ragged, arrow: pa.DataType) -> pa.Array | None:
-    """Decimals that fit 64 bits, read as integers without their point; None where a value is not written the usual way, or too long."""
+    """Read decimals that fit 64 bits as integers without their point; None if a value is too long or lacks the scale's digits."""
     octets, offsets = texts.octets, texts.offsets
     if arrow.scale:
         ends = offsets[1:] if texts.valid is None else offsets[1:][texts.valid]
@@ -233,7 +236,7 @@ def _arrow_cast(texts: Ragged, arrow: pa.DataType) -> pa.Array:
 
 
 def _first_failing(values: pa.Array, arrow: pa.DataType) -> int:
-    """The index of the first value that Arrow does not cast, in an array that has one."""
+    """Return the index of the first value that Arrow does not cast; the array must have one."""
     low, high = 0, len(values)
     while high - low > 1:
         middle = (low + high) // 2
@@ -246,7 +249,7 @@ def _first_failing(values: pa.Array, arrow: pa.DataType) -> int:
 
 
 def _without(texts: Ragged, fits: Mask, pattern: str, arrow: pa.DataType) -> tuple[Ragged, Mask | None]:
-    """The texts with those that do not fit made null, and which these are; each of them must match `pattern`."""
+    """Make the texts that do not fit null; return the texts and the mask of these. Each of them must match `pattern`."""
     misfits = texts.valid_mask() & ~fits
     if not misfits.any():
         return texts, None
@@ -255,7 +258,7 @@ def _without(texts: Ragged, fits: Mask, pattern: str, arrow: pa.DataType) -> tup
 
 
 def _check(texts: Ragged, among: Mask, pattern: str, arrow: pa.DataType) -> None:
-    """See that those texts match."""
+    """Raise UnreadableError for the first of the texts in `among` that does not match `pattern`."""
     indices = np.flatnonzero(among)
     if len(indices):
         wrong = ~texts.only(indices).matching(pattern)
@@ -264,7 +267,7 @@ def _check(texts: Ragged, among: Mask, pattern: str, arrow: pa.DataType) -> None
 
 
 def _up_to(texts: Ragged, letter: str, arrow: pa.DataType) -> Ragged:
-    """The texts, in which no byte may come after `letter`."""
+    """Return the texts. Raises UnreadableError if a byte is greater than `letter`."""
     beyond = texts.octets > ord(letter)
     if beyond.any():
         raise texts.unreadable(texts.row_of(int(beyond.argmax())), arrow)

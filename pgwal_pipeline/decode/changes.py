@@ -1,4 +1,4 @@
-"""The row changes of a run of messages as tables: one for each version of a relation that it holds changes of."""
+"""Decodes the row changes of a batch of messages into tables, one for each version of a relation."""
 
 from dataclasses import dataclass
 
@@ -19,13 +19,13 @@ from pgwal_pipeline.errors import DecodeError
 from pgwal_pipeline.relation import Relation, TableName
 
 OPS = b"IUDTK"
-"""The operations a row may stand for, as bytes: insert, update, delete, truncate, and the old key of a changed one."""
+"""The operations of a row, as bytes: insert, update, delete, truncate, and the old key of an update that changed it."""
 
 _KEY, _OLD, _NEW = b"KON"
 
 
 class LargeRow(Exception):
-    """A wanted change of a row is too large, so that only its head is here; the whole has `size` bytes."""
+    """A change in the window is too large, so that only its head is here; `size` is how many bytes it has."""
 
     def __init__(self, relation: Relation, size: int) -> None:
         super().__init__(f"a row of {relation.table} has {size} bytes")
@@ -35,10 +35,10 @@ class LargeRow(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TableChanges:
-    """Changes of one table under one definition. `rows` has the schema `change_schema(relation)`, one row a change and one more, with the
-    operation K and the ordinal of its update, for each old key; they need not be in the order of the stream.
+    """Changes of one table under one definition.
 
-    The counts are of rows: `key_changes` counts the K rows. `unchanged`: some row has a value that was not sent.
+    `rows` has the schema `change_schema(relation)`: one row for each change, and for each old key one with the operation K and the ordinal
+    of its update, in any order. The counts are of rows; `key_changes` counts K rows. `unchanged`: some row has a value that was not sent.
     """
 
     relation: Relation
@@ -53,7 +53,7 @@ class TableChanges:
 
 @dataclass(frozen=True, slots=True)
 class _Tuples:
-    """The messages that change a row, ordered by version: their index in the run, version, first field, and column count.
+    """The messages that change a row, ordered by version: their index in the batch, version, first field, and column count.
 
     `double`: whether an old tuple comes before the new one.
     """
@@ -67,7 +67,7 @@ class _Tuples:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows to be made, ordered by version: the operation, the message that it comes from, its first field, and its ordinal."""
+    """The rows to build, ordered by version: the operation, the message it comes from, its first field, and its ordinal."""
 
     op: Bytes
     message: Ints
@@ -77,7 +77,7 @@ class _Rows:
 
 
 def decode_changes(routed: Route, known: KnownRelations) -> tuple[TableChanges, ...]:
-    """Decode the changes that the window wants.
+    """Decode the changes that belong to the window.
 
     Raises DecodeError for the first message found that cannot be read, LargeRow for the first of which only the head is here.
     """
@@ -109,7 +109,7 @@ def decode_changes(routed: Route, known: KnownRelations) -> tuple[TableChanges, 
 
 
 def _order(routed: Route, known: KnownRelations, messages: Ints) -> _Tuples:
-    """The messages' versions and shapes, checked; wider tables first, which `walk` relies on."""
+    """Check the messages and return their versions and shapes; wider tables come first, as `walk` needs it."""
     frames, heads = routed.frames, routed.heads[messages]
     short = frames.ends[messages] - frames.starts[messages] < HEAD
     if short.any():
@@ -143,7 +143,7 @@ def _order(routed: Route, known: KnownRelations, messages: Ints) -> _Tuples:
 
 
 def _by_version(versions: Ints, widths: Ints) -> Ints | None:
-    """The order that puts rows of the same version together, those of wider ones first, and else leaves them; None where it is this one."""
+    """Return the stable order that groups rows by version, wider versions first; None if there is one version only."""
     present = np.flatnonzero(np.bincount(versions))
     if len(present) < 2:
         return None
@@ -165,7 +165,7 @@ def _check_widths(frames: Frames, known: KnownRelations, messages: Ints, version
 
 
 def _read(frames: Frames, known: KnownRelations, tuples: _Tuples) -> Fields:
-    """Read all tuples of the messages, and see that the last of each ends where its message does."""
+    """Read all tuples of the messages. Raises DecodeError if the last tuple of a message does not end where the message does."""
     total = int((tuples.width * np.where(tuples.double, 2, 1)).sum())
     fields = Fields.empty(frames.buffer, total, int(known.widths.max(initial=0)))
     starts, ends = frames.starts[tuples.message], frames.ends[tuples.message]
@@ -203,7 +203,7 @@ def _read(frames: Frames, known: KnownRelations, tuples: _Tuples) -> Fields:
 
 
 def _rows(routed: Route, known: KnownRelations, tuples: _Tuples, fields: Fields) -> _Rows:
-    """The rows to be made: one for each change, one more for each old key that is not the new one, one for each table of a Truncate."""
+    """Return the rows to build: one for each change, one more for each old key that differs, one for each table of a Truncate."""
     keys = _changed_keys(known, tuples, fields)
     extra = [
         _Rows(
@@ -235,7 +235,7 @@ def _rows(routed: Route, known: KnownRelations, tuples: _Tuples, fields: Fields)
 
 
 def _changed_keys(known: KnownRelations, tuples: _Tuples, fields: Fields) -> Ints:
-    """Which of the messages carry an old row whose key is not the new row's; all with an old row, where the table has no key."""
+    """Return the messages whose old row has another key than the new row; without a key, all messages with an old row."""
     doubles = np.flatnonzero(tuples.double)
     if not len(doubles):
         return doubles
@@ -280,7 +280,7 @@ def _truncates(routed: Route, known: KnownRelations, fields: Fields) -> _Rows:
 def _tables(
     routed: Route, rows: _Rows, layouts: list[Layout], columns: list[Columns], starts: Ints, stops: Ints
 ) -> tuple[TableChanges, ...]:
-    """The tables of the run, each version's in one; a relation's versions follow each other as in the stream."""
+    """Build one table for each version; the versions of a relation are in the order of the stream."""
     transaction = routed.transaction[rows.message]
     count = len(rows.op)
     meta = pa.RecordBatch.from_arrays(
@@ -301,7 +301,7 @@ def _tables(
         text = pa.nulls(length, TEXT_TYPE) if column.text is None else column.text
         batch = pa.RecordBatch.from_arrays([*column.values, *meta.slice(start, length).columns, unchanged, text], schema=layout.schema)
         if len(layouts) > 1:
-            # A slice would keep the memory of all tables for as long as it is held. Joined to nothing, it is copied.
+            # A slice keeps the memory of all tables alive. Concatenating it with an empty one copies it.
             batch = pa.concat_batches([batch, batch.slice(0, 0)])
         ops = np.bincount(rows.op[start : start + length], minlength=128)
         done.append(

@@ -1,5 +1,5 @@
-"""Fields to typed columns. Columns that read alike are cast together, of whatever tables they are: many small tables cost little more than
-one large one.
+"""Turns fields into typed columns. Columns of one type are cast together across tables, so that many small tables cost little more than one
+large one.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from pgwal_pipeline.decode.vectors import Ints, Mask
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of one table: how its columns read, their names, and each row's first field."""
+    """Rows of one table: the columns' targets and names, and each row's first field."""
 
     targets: Sequence[Target]
     names: Sequence[str]
@@ -27,7 +27,7 @@ class Block:
 
 @dataclass(slots=True)
 class Columns:
-    """The columns of a block. `unchanged` and `text` list for each row what was not sent and what did not fit; None if no row has any."""
+    """The columns of a block. For each row `unchanged` lists columns that were not sent, `text` values that did not fit; None if none."""
 
     values: list[pa.Array]
     unchanged: pa.Array | None = None
@@ -46,7 +46,7 @@ class CellError(ValueError):
 
 @dataclass(slots=True)
 class _Marks:
-    """Cells of one block that need a word: their rows and columns, and their texts where these are kept."""
+    """Cells of one block that were not sent or did not fit: their rows and columns, and the texts to keep."""
 
     rows: list[Ints] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class _Marks:
 
 
 def decode_columns(fields: Fields, blocks: Sequence[Block]) -> list[Columns]:
-    """The typed columns of every block; several blocks may share memory. Raises CellError."""
+    """Return the typed columns of every block; several blocks may share memory. Raises CellError."""
     cells: dict[Target, list[tuple[int, int]]] = {}
     for number, block in enumerate(blocks):
         for column, target in enumerate(block.targets):
@@ -93,7 +93,7 @@ def decode_columns(fields: Fields, blocks: Sequence[Block]) -> list[Columns]:
 
 
 def _read(fields: Fields, wanted: Ints, missing: Mask, target: Target) -> tuple[Cast, Callable[[Ints], pa.StringArray]]:
-    """The values of these fields, and what gives the texts of some of them. Raises UnreadableError."""
+    """Return the values of the fields, and a function that returns the texts of some of them. Raises UnreadableError."""
     size = None if target.binary is None else binary.SIZES.get(target.binary)
     if target.binary is None or size is None:
         texts = fields.texts(wanted, missing)
@@ -116,7 +116,7 @@ def _locate(blocks: Sequence[Block], group: list[tuple[int, int]], error: Unread
 
 
 def _names(block: Block, marks: _Marks) -> tuple[pa.Array, Ints, pa.Array, Ints]:
-    """For marked cells in the order of their rows: the columns' names, each row's bounds, which rows have none, and the order itself."""
+    """Return, for marked cells ordered by row: the columns' names, each row's bounds, which rows have none, and the order."""
     rows = np.concatenate(marks.rows)
     columns = np.repeat(marks.columns, [len(some) for some in marks.rows])
     order = np.lexsort([columns, rows])

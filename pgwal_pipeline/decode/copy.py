@@ -1,6 +1,6 @@
-"""COPY (FORMAT binary), rows whose every field is framed by its length, to typed columns.
+"""Decodes COPY (FORMAT binary), in which each field follows its length, into typed columns.
 
-A field is Postgres's output text, or the type's own binary form where reading that costs less.
+A field is Postgres's output text, or the type's binary form where that is cheaper to read.
 """
 
 import struct
@@ -19,17 +19,17 @@ from pgwal_pipeline.errors import DecodeError
 from pgwal_pipeline.relation import Relation
 
 _SIGNATURE = b"PGCOPY\n\xff\r\n\0"
-_HEADER = len(_SIGNATURE) + 8  # then 4 bytes of flags, and 4 that say how many more bytes of header follow
+_HEADER = len(_SIGNATURE) + 8  # 4 bytes of flags, and 4 with the length of the header extension
 _TRAILER = b"\xff\xff"
 
 
 def decode_copy(octets: bytearray, lengths: Sequence[int], relation: Relation, binary: Collection[int] = ()) -> pa.Table:
-    """Decode what COPY sent of a table. The schema is `copy_schema(relation)`.
+    """Decode the messages of a COPY of a table into the schema `copy_schema(relation)`.
 
-    `octets` are messages of these `lengths` end to end, and are kept. Each message is one row, as the protocol has it of the server's
-    CopyData; before the first row of a COPY stands the header, in the same message or in one of its own, and the trailer comes after its
-    last. Every field is text, but those of the types whose OIDs are in `binary`, of `binary.TYPES`. Raises DecodeError naming the table,
-    the row, and the column if any.
+    `octets` are messages of the given `lengths` end to end; the result refers to their memory. Each message is one row, as the protocol
+    says of the server's CopyData. The header comes before the first row, in its message or in one of its own, and the trailer after the
+    last row. Fields are text, except those of types whose OIDs are in `binary`, a subset of `binary.TYPES`. Raises DecodeError naming the
+    table, the row, and the column if there is one.
     """
     schema = copy_schema(relation)
     targets = [(binary_target_of if column.type.oid in binary else target_of)(column.type) for column in relation.columns]
@@ -45,12 +45,12 @@ def decode_copy(octets: bytearray, lengths: Sequence[int], relation: Relation, b
 
 
 def _read(frames: Frames, width: int) -> tuple[Fields, Ints]:
-    """The fields of all rows, and the first of each row."""
+    """Return the fields of all rows, and the first field of each row."""
     begins, ends = _rows(frames)
     at = begins + 2
     wrong = (at > ends) | (frames.word(begins) >> 48 != width)
     if wrong.any():
-        raise UnreadableError(int(wrong.argmax()), f"it has not {width} columns")
+        raise UnreadableError(int(wrong.argmax()), f"it does not have {width} columns")
     count = len(at)
     fields = Fields.empty(frames.buffer, count * width, width)
     bounds, kinds = fields.bounds[: count * width].reshape(count, width, 2), fields.kinds[: count * width].reshape(count, width)
@@ -83,7 +83,7 @@ def _check_within(at: Ints, ends: Ints, column: int) -> None:
 
 
 def _rows(frames: Frames) -> tuple[Ints, Ints]:
-    """Where each row begins and ends, without header and trailer."""
+    """Return where each row begins and ends, without header and trailer."""
     begins, ends = frames.starts.copy(), frames.ends
     if len(begins):
         begins[0] += _header_size(frames.octets[: min(int(ends[0]), _HEADER)].tobytes())
@@ -97,7 +97,7 @@ def _rows(frames: Frames) -> tuple[Ints, Ints]:
 
 
 def _header_size(begin: bytes) -> int:
-    """How many bytes come before the first row, given the first ones. Raises UnreadableError."""
+    """Return how many bytes come before the first row; `begin` are the first bytes. Raises UnreadableError."""
     if not begin.startswith(_SIGNATURE):
         return 0
     if len(begin) < _HEADER:

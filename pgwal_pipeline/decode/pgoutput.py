@@ -1,7 +1,7 @@
-"""The messages of pgoutput that are read one by one: those that are rare.
+"""Parsers for the rare messages of pgoutput, which are read one by one.
 
-Transactions and row changes never come through here; `route` and `tuples` read those, many at once. Every parser
-raises ValueError with the reason when the payload is not exactly one message of its kind.
+Transactions and row changes are read by `route` and `tuples`, many at once. Every parser raises ValueError with the reason if the payload
+is not exactly one message of its kind.
 """
 
 import struct
@@ -13,7 +13,7 @@ from pgwal_pipeline.relation import ReplicaIdentity
 
 @dataclass(frozen=True, slots=True)
 class RelationColumn:
-    """A column as a Relation message shows it. `identity`: old rows carry it."""
+    """A column as a Relation message shows it. `identity`: it is part of the replica identity, so old rows carry it."""
 
     name: str
     type_oid: int
@@ -34,7 +34,7 @@ class RelationMessage:
 
 @dataclass(frozen=True, slots=True)
 class TruncateMessage:
-    """Tables emptied by one command, by their oids."""
+    """The tables emptied by one TRUNCATE, by oid."""
 
     relations: tuple[int, ...]
     cascade: bool
@@ -52,7 +52,7 @@ class TypeMessage:
 
 @dataclass(frozen=True, slots=True)
 class OriginMessage:
-    """Where a transaction came from, on a server that is itself a subscriber."""
+    """The origin of a transaction, on a server that is itself a subscriber."""
 
     commit_lsn: int
     name: str
@@ -60,7 +60,7 @@ class OriginMessage:
 
 @dataclass(frozen=True, slots=True)
 class LogicalMessage:
-    """What pg_logical_emit_message wrote."""
+    """A message written by pg_logical_emit_message."""
 
     transactional: bool
     lsn: int
@@ -69,7 +69,7 @@ class LogicalMessage:
 
 
 class _Reader:
-    """Takes the fields of one payload in turn."""
+    """Reads the fields of one payload in turn."""
 
     def __init__(self, payload: bytes, kind: bytes) -> None:
         if payload[:1] != kind:
@@ -78,7 +78,7 @@ class _Reader:
         self._at = 1
 
     def numbers(self, layout: str) -> tuple[int, ...]:
-        """Big-endian numbers, laid out as `struct` writes it."""
+        """Read big-endian numbers; `layout` is in the notation of `struct`."""
         size = struct.calcsize(">" + layout)
         if self._at + size > len(self._payload):
             raise ValueError("it ends too early")
@@ -110,7 +110,7 @@ class _Reader:
 
 
 def _schema(text: str) -> str:
-    return text or "pg_catalog"  # sent as nothing
+    return text or "pg_catalog"  # pgoutput sends it as an empty string
 
 
 def parse_relation(payload: bytes) -> RelationMessage:

@@ -1,4 +1,4 @@
-"""String arrays as numpy sees them: all bytes in one vector, and where each string begins and ends."""
+"""String arrays as numpy vectors: all bytes in one, and the offsets at which strings begin and end."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ _SHOWN = 60  # characters of a value that an error shows
 
 
 class UnreadableError(ValueError):
-    """Something that is not what it must be: its index among those that were read together, and what is wrong with it."""
+    """A value or message cannot be read: its index among those read together, and the reason."""
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(reason)
@@ -23,9 +23,9 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True)
 class Ragged:
-    """A string array without a hidden byte: the i-th string is `octets[offsets[i]:offsets[i + 1]]`, and a null has no bytes.
+    """A string array without unused bytes: the i-th string is `octets[offsets[i]:offsets[i + 1]]`, and a null has no bytes.
 
-    `validity` is Arrow's bitmap of `array`, None where nothing is null.
+    `validity` is Arrow's bitmap of `array`, None if nothing is null.
     """
 
     array: pa.StringArray
@@ -35,18 +35,18 @@ class Ragged:
 
     @classmethod
     def of(cls, array: pa.StringArray) -> "Ragged":
-        """The bytes of a string array, shared with it where it is laid out plainly."""
+        """Return the strings of an array. The memory is shared if the array has no offset and its nulls have no bytes."""
         ragged = cls._shared(array)
         plain = array.offset == 0 and (ragged.valid is None or not ragged.lengths[~ragged.valid].any())
         return ragged if plain else cls._shared(array.take(pa.array(np.arange(len(array)), mask=np.asarray(array.is_null()))))
 
     def without(self, which: Mask) -> "Ragged":
-        """The same strings, those that `which` marks made null."""
+        """Return the same strings, with those that `which` marks made null."""
         gone = which if self.valid is None else which | ~self.valid
         return Ragged._shared(self.array.take(pa.array(np.arange(len(self)), mask=gone)))
 
     def only(self, indices: Ints) -> "Ragged":
-        """The strings at these indices."""
+        """Return the strings at these indices."""
         return Ragged._shared(self.array.take(pa.array(indices)))
 
     @classmethod
@@ -61,24 +61,24 @@ class Ragged:
 
     @cached_property
     def lengths(self) -> Ints:
-        """How many bytes each string has."""
+        """The number of bytes of each string."""
         return np.diff(self.offsets)
 
     @cached_property
     def valid(self) -> Mask | None:
-        """Which strings are not null; None where all are."""
+        """The mask of strings that are not null; None if no string is null."""
         return None if self.validity is None else np.asarray(self.array.is_valid())
 
     def valid_mask(self) -> Mask:
-        """Which strings are not null, as a vector of its own."""
+        """Return the mask of strings that are not null, as a new vector."""
         return np.ones(len(self), np.bool_) if self.valid is None else self.valid.copy()
 
     def row_of(self, position: int) -> int:
-        """The index of the string that holds the byte at `position`."""
+        """Return the index of the string that holds the byte at `position`."""
         return int(np.searchsorted(self.offsets, position, "right")) - 1
 
     def holding(self, octets: Mask) -> Mask:
-        """Which strings hold one of the marked bytes."""
+        """Return the mask of strings that hold one of the marked bytes."""
         held = np.zeros(len(self), np.bool_)
         positions = np.flatnonzero(octets)
         if len(positions):
@@ -86,40 +86,40 @@ class Ragged:
         return held
 
     def bytes_at(self, index: int) -> bytes:
-        """The string at `index`."""
+        """Return the bytes of the string at `index`."""
         return self.octets[self.offsets[index] : self.offsets[index + 1]].tobytes()
 
     def matching(self, pattern: str) -> Mask:
-        """Which strings match a regular expression (RE2's); nulls do not."""
+        """Return the mask of strings that match a regular expression (RE2's); nulls do not match."""
         found = pc.call_function("match_substring_regex", [self.array.view(pa.binary())], pc.MatchSubstringOptions(pattern))
         return np.asarray(found.fill_null(False))
 
     def unreadable(self, index: int, wanted: object) -> UnreadableError:
-        """The error for the string at `index`, which is no text of the type `wanted`."""
+        """Return the error for the string at `index`, which is no text of the type `wanted`."""
         shown = self.bytes_at(index).decode(errors="backslashreplace")
         shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "…"
         return UnreadableError(index, f"{shown!r} is no {wanted} as Postgres writes it")
 
 
 def offsets_of(lengths: Ints) -> Ints:
-    """Where strings of these lengths begin and end when they lie end to end."""
+    """Return the offsets at which strings of these lengths begin and end when laid end to end."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def assemble(arrow: pa.DataType, length: int, *buffers: pa.Buffer | np.ndarray | bytes | None) -> pa.Array:
-    """An array of a flat type from its buffers, the validity bitmap first."""
+    """Return an array of a flat type from its buffers, the validity bitmap first."""
     return pa.Array.from_buffers(arrow, length, [None if buffer is None else pa.py_buffer(buffer) for buffer in buffers])
 
 
 def pick(bounds: np.ndarray, data: pa.Buffer | np.ndarray, which: pa.Array) -> pa.StringArray:
     """Copy pieces of `data` into a compact string array; they need not be UTF-8.
 
-    `bounds` is (n, 2) int32, ascending: the i-th piece lies from `bounds[i, 0]` to `bounds[i, 1]`. `which` is int64 indices of pieces, each
-    times two; null gives null.
+    `bounds` is (n, 2) int32, ascending: the i-th piece lies from `bounds[i, 0]` to `bounds[i, 1]`. `which` are int64 indices of pieces,
+    each multiplied by two; null gives null.
     """
-    # Read as n pieces with n - 1 gaps between them, the bounds are the offsets of one string array; taking the even ones copies in C++.
+    # n pieces and the n - 1 gaps between them make one string array whose offsets are the bounds; taking the even elements copies in C++.
     if not len(bounds):
         return pa.nulls(len(which), pa.string())
     return assemble(pa.string(), 2 * len(bounds) - 1, None, bounds, data).take(which)

@@ -1,4 +1,4 @@
-"""The tables of the stream as they are at each of its messages: a Relation message holds until the next one for the same table."""
+"""The definition of each table at each message of the stream: a Relation message holds until the next one for the same table."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from pgwal_pipeline.errors import TableWorkFailed
 from pgwal_pipeline.relation import Relation, TableName
 
 Describe = Callable[[RelationMessage], Relation | None]
-"""Turns what the stream says of a table into its definition; None for a table whose changes are not wanted."""
+"""Returns the definition of the table that a Relation message describes; None for a table whose changes are not wanted."""
 
-_INDEX_BITS = 31  # a message's index; an oid has 32 bits, so both make one positive 64-bit number
+_INDEX_BITS = 31  # of a message's index; with the 32 bits of an oid it makes one positive 64-bit number
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What decoding a table's rows takes. `key` are the indices of its key's columns; `schema` is that of its changes."""
+    """What is needed to decode a table's rows. `key` are the indices of its key columns; `schema` is the schema of its changes."""
 
     relation: Relation
     targets: tuple[Target, ...]
@@ -31,49 +31,49 @@ class Layout:
 
     @classmethod
     def of(cls, relation: Relation) -> "Layout":
-        """The layout of a table's changes."""
+        """Return the layout of a table's changes."""
         names = relation.column_names
         targets = tuple(target_of(column.type) for column in relation.columns)
         return cls(relation, targets, tuple(names.index(name) for name in relation.key), change_schema(relation))
 
 
 class KnownRelations:
-    """The tables that the stream has described, in versions: a version is one definition of one table from some message of a run on."""
+    """The tables that the stream has described, in versions. A version is one definition of one table, in force from some message on."""
 
     def __init__(self, describe: Describe) -> None:
         self._describe = describe
         self._latest: dict[int, Layout | None] = {}
         self._layouts: list[Layout | None] = []
-        self._since = np.empty(0, np.int64)  # by oid and the message from which the version holds
-        self._settled = True  # every version holds from the start of a run
+        self._since = np.empty(0, np.int64)  # for each version its oid and the message from which it is in force, as one number
+        self._settled = True  # every version is in force from the start of a batch
         self._widths = np.empty(0, np.int64)
         self._left_out: set[int] = set()
 
     def leave_out(self, oid: int) -> None:
-        """Have the changes of a table unwanted from here on, however it is described."""
+        """Stop decoding the changes of a table, whatever the stream says of it later."""
         self._left_out.add(oid)
         self._latest[oid] = None
         self._settled = False
 
     def latest(self) -> dict[int, Layout | None]:
-        """The newest version of each table, by oid: what `restore` takes."""
+        """Return the newest version of each table by oid, for `restore`."""
         return dict(self._latest)
 
     def restore(self, latest: dict[int, Layout | None]) -> None:
-        """Go back to what was known before a run, so that it may be read again; tables left out meanwhile stay so."""
+        """Go back to what was known before a batch, so that it can be read again; tables left out since then stay left out."""
         self._latest = latest | dict.fromkeys(self._left_out)
         self._settled = False
 
     def relation(self, oid: int) -> Relation | None:
-        """The newest definition of a table whose changes are wanted."""
+        """Return the newest definition of a table; None if there is none or its changes are not wanted."""
         layout = self._latest.get(oid)
         return None if layout is None else layout.relation
 
     def learn(self, messages: dict[int, RelationMessage]) -> dict[int, Relation]:
-        """Take in the Relation messages of a run, by their index in it; give the definitions that are new or changed, likewise.
+        """Add the Relation messages of a batch, by their index in it; return the new or changed definitions by the same index.
 
-        Versions that only earlier runs could need are forgotten. Raises UnreadableError for a message that its definition disagrees with,
-        TableWorkFailed where a table's definition cannot be had or used.
+        Versions that only earlier batches needed are dropped. Raises UnreadableError for a message with another number of columns than the
+        definition, TableWorkFailed if the definition cannot be read or used.
         """
         if not messages and self._settled:
             return {}
@@ -115,7 +115,7 @@ class KnownRelations:
             raise TableWorkFailed(relation.oid, str(relation.table), "describe") from error
 
     def versions(self, oids: Ints, indices: Ints) -> Ints:
-        """The version in force for a table at a message, for each pair. Raises UnreadableError for a table not described before."""
+        """Return the version in force of each table at each message, by pairs. Raises UnreadableError for a table not described before."""
         found = np.searchsorted(self._since, oids << _INDEX_BITS | indices, "right") - 1
         unknown = (found < 0) | (self._since[found] >> _INDEX_BITS != oids) if len(self._since) else np.ones(len(oids), np.bool_)
         if unknown.any():
@@ -124,12 +124,12 @@ class KnownRelations:
         return found
 
     def layout(self, version: int) -> Layout:
-        """What decoding rows of a version takes; it must be wanted."""
+        """Return the layout of a version, whose changes must be wanted."""
         layout = self._layouts[version]
         assert layout is not None
         return layout
 
     @property
     def widths(self) -> Ints:
-        """How many columns each version has; -1 where the table's changes are not wanted."""
+        """The number of columns of each version; -1 if the table's changes are not wanted."""
         return self._widths

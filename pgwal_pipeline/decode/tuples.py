@@ -1,7 +1,7 @@
-"""Tuples of many messages read column by column: where each field's text lies and whether there is one.
+"""Reads the tuples of many messages column by column: where each field's text is, and whether it has one.
 
-All fields of all tuples form one table in the order of the stream; a field is named by its index there. The fields of one tuple follow each
-other, so that column k of a tuple whose first field is f is the field f + k.
+All fields of all tuples are numbered in the order of the stream; a field is identified by its number. The fields of one
+tuple are consecutive: column k of a tuple whose first field is f is the field f + k.
 """
 
 import sys
@@ -20,11 +20,11 @@ SENT, NULL, UNCHANGED = ord("t"), ord("n"), ord("u")
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Every field of a run of messages, and after the last one a tuple of nulls, as wide as the widest, that starts at `absent`.
+    """Every field of a batch of messages, followed by a tuple of nulls as wide as the widest tuple, which starts at `absent`.
 
-    `kinds` are the bytes that pgoutput marks fields with: SENT, NULL, or UNCHANGED for a TOASTed value that was not sent. `bounds` is
-    (fields, 2) int32: where the text begins and ends in `buffer`. `source` names for each field the one whose value it takes, where that is
-    not simply itself.
+    `kinds` are the bytes with which pgoutput marks fields: SENT, NULL, or UNCHANGED for a TOASTed value that was not sent. `bounds` is
+    (fields, 2) int32: where the text begins and ends in `buffer`. `source` is for each field the field whose value it takes; None if each
+    field has its own.
     """
 
     buffer: pa.Buffer
@@ -35,24 +35,24 @@ class Fields:
 
     @classmethod
     def empty(cls, buffer: pa.Buffer, count: int, widest: int) -> "Fields":
-        """Room for `count` fields, to be filled in."""
+        """Return `count` fields to be filled in."""
         kinds = np.full(count + widest, NULL, np.uint8)
         bounds = np.empty((count + widest, 2), np.int32)
         bounds[count:] = buffer.size
         return cls(buffer, bounds, kinds, count)
 
     def resolve(self, fields: Ints) -> Ints:
-        """The fields that hold the values of these."""
+        """Return the fields that hold the values of `fields`."""
         return fields if self.source is None else self.source[fields]
 
     def texts(self, fields: Ints, missing: Mask) -> pa.StringArray:
-        """The texts of these fields, unchecked bytes; null where `missing` says so."""
+        """Return the texts of these fields as unchecked bytes; null where `missing` is set."""
         return pick(self.bounds, self.buffer, pa.array(fields * 2, mask=missing if missing.any() else None))
 
     def numbers(self, fields: Ints, missing: Mask, size: int) -> Ints:
-        """These fields' bytes as big-endian signed numbers of `size` bytes; no meaning where `missing` says so.
+        """Return the bytes of these fields as big-endian signed numbers of `size` bytes; undefined where `missing` is set.
 
-        Raises UnreadableError for a field that has another size.
+        Raises UnreadableError for a field of another size.
         """
         begins = self.bounds[fields, 0].astype(np.int64)
         wrong = (self.bounds[fields, 1] - begins != size) & ~missing
@@ -68,17 +68,17 @@ class Fields:
 
 
 def walk(frames: Frames, fields: Fields, first: Ints, at: Ints, ends: Ints, widths: Ints) -> Ints:
-    """Read tuples whose column counts have been read already, and give where each ends.
+    """Read tuples whose column counts have been read already; return where each ends.
 
-    `first`: for each tuple its first field. `at`: where its first column is. `ends`: where its message ends. `widths`: how many columns it
-    has; they must not grow from one tuple to the next. Raises UnreadableError for a column that does not end before its message does.
+    For each tuple: `first` is its first field, `at` where its first column begins, `ends` where its message ends, `widths` its number of
+    columns, which must not increase from one tuple to the next. Raises UnreadableError for a column that goes on past its message's end.
     """
     at, field = at.copy(), first.copy()
     widest = int(widths[0]) if len(widths) else 0
-    # Tuples that have a k-th column come before those that have none.
+    # Tuples that have a k-th column come before those that do not.
     having = np.searchsorted(-widths, -np.arange(widest), "left")
     for column, count in enumerate(having.tolist()):
-        # In place, as fresh vectors cost more than what is done to them: `at` becomes where the text begins, `stops` where it ends.
+        # In place, since allocating vectors costs more than the arithmetic: `at` becomes where the text begins, `stops` where it ends.
         begins, which = at[:count], field[:count]
         stops = frames.word(begins)
         kinds = (stops >> 56).astype(np.uint8)
@@ -104,13 +104,13 @@ def walk(frames: Frames, fields: Fields, first: Ints, at: Ints, ends: Ints, widt
 
 
 def check_kinds(fields: Fields) -> int | None:
-    """The first field that is neither text, null nor unchanged; None when there is no such field."""
+    """Return the first field that is neither text nor null nor unchanged; None if there is none."""
     known = (fields.kinds == SENT) | (fields.kinds == NULL) | (fields.kinds == UNCHANGED)
     return None if known.all() else int(known.argmin())
 
 
 def fill_unchanged(fields: Fields, old: Ints, new: Ints, widths: Ints) -> Fields:
-    """Give columns that an update did not send the value of the old row that came with it, where that row has one.
+    """Fill columns that an update did not send with the value of the old row that came with it, if that row has one.
 
     `old`, `new`: the first fields of the updates' two tuples; `widths`: their column counts.
     """

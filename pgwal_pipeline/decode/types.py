@@ -1,4 +1,4 @@
-"""Which Arrow type stands for which Postgres type, and the Arrow schemas of what the decoder makes."""
+"""Maps Postgres types to Arrow types, and defines the Arrow schemas of what the decoder returns."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +12,7 @@ UNCHANGED_TYPE = pa.list_(pa.string())
 TEXT_TYPE = pa.map_(pa.string(), pa.string())
 
 _BOX = 603
-_VECTORS = (22, 30)  # int2vector and oidvector: `1 2 3`, no arrays though the catalog gives them elements
+_VECTORS = (22, 30)  # int2vector and oidvector, written `1 2 3`: not read as arrays, though the catalog gives them an element type
 _NUMERIC = 1700
 _PLAIN = {
     16: pa.bool_(),
@@ -31,9 +31,9 @@ _PLAIN = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """How a type's values are read; types that read alike share one. `element` is an array's, `delimiter` stands between its elements.
+    """How a type's values are read; types that are read alike share one. `element` and `delimiter` are those of an array's elements.
 
-    Values are texts; where `binary` is a type's OID they come in its binary form.
+    Values are text; if `binary` is a type's OID, they are in that type's binary form.
     """
 
     arrow: pa.DataType
@@ -47,7 +47,7 @@ _shared_target = lru_cache(maxsize=None)(Target)
 
 @lru_cache(maxsize=4096)
 def target_of(declared: PgType) -> Target:
-    """How the text of values of this type is read."""
+    """Return how the text of values of this type is read."""
     if declared.element is not None and declared.oid not in _VECTORS:
         element = target_of(declared.element)
         delimiter = ";" if declared.element.oid == _BOX else declared.element.delimiter
@@ -58,12 +58,12 @@ def target_of(declared: PgType) -> Target:
 
 @lru_cache(maxsize=4096)
 def binary_target_of(declared: PgType) -> Target:
-    """How the binary form of values of this type is read."""
+    """Return how the binary form of values of this type is read."""
     return _shared_target(arrow_type(declared), binary=declared.oid)
 
 
 def _numeric(typmod: int) -> pa.DataType:
-    """decimal128 where Delta's decimal can hold it, else text. The scale is an 11-bit signed number."""
+    """Return decimal128 if Delta's decimal can hold the values, else string. The scale is an 11-bit signed number."""
     if typmod < 4:
         return pa.string()
     precision, scale = (typmod - 4) >> 16 & 0xFFFF, ((typmod - 4 & 0x7FF) ^ 0x400) - 0x400
@@ -71,17 +71,23 @@ def _numeric(typmod: int) -> pa.DataType:
 
 
 def arrow_type(declared: PgType) -> pa.DataType:
-    """The Arrow type of a column of this type: the typed one where Delta has it, else string, which holds Postgres's own text."""
+    """Return the Arrow type of a column of this type: a typed one if Delta has it, else string, which holds Postgres's text."""
     return target_of(declared).arrow
 
 
 def copy_schema(relation: Relation) -> pa.Schema:
-    """The source's columns, then `_pgwal_text` map<string,string>: the text of values that their columns cannot hold, null without any."""
+    """Return the schema of copied rows: the source's columns, then `_pgwal_text` map<string,string>.
+
+    It holds the text of values that their columns cannot hold; null if there are none.
+    """
     return pa.schema([*_source_fields(relation), pa.field(TEXT, TEXT_TYPE)])
 
 
 def change_schema(relation: Relation) -> pa.Schema:
-    """The source's columns, then our own: what happened, when, which columns were not sent, and the text of values that did not fit."""
+    """Return the schema of changes: the source's columns, then our own.
+
+    Our own say what happened and when, which columns were not sent, and the text of values that did not fit.
+    """
     return pa.schema(
         [
             *_source_fields(relation),

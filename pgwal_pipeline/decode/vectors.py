@@ -1,4 +1,4 @@
-"""The vectors that the decoder works on: numpy arrays by what they hold."""
+"""The types of the numpy vectors that the decoder works on."""
 
 from typing import TypeAlias
 

@@ -1,4 +1,4 @@
-"""`python -m pgwal_pipeline.demo`: the demo, as `pgwal demo` runs it; `… shop` is the shop alone, on the database of PGWAL_SOURCE_DSN."""
+"""`python -m pgwal_pipeline.demo`: the demo, as `pgwal demo` runs it. `… shop` runs only the shop, on the database of PGWAL_SOURCE_DSN."""
 
 import signal
 import threading
@@ -11,12 +11,12 @@ from pgwal_pipeline.postgres.connection import plain_session
 
 
 @click.group(invoke_without_command=True)
-@click.option("--folder", default=".demo", show_default=True, type=click.Path(path_type=Path), help="Where everything is kept.")
+@click.option("--folder", default=".demo", show_default=True, type=click.Path(path_type=Path), help="The folder for all data of the demo.")
 @click.option("--rate", default=20.0, show_default=True, help="Transactions a second.")
-@click.option("--port", default=3000, show_default=True, help="The UI's port; another one when it is taken.")
+@click.option("--port", default=3000, show_default=True, help="The UI's port; the next free one if it is taken.")
 @click.pass_context
 def main(context: click.Context, folder: Path, rate: float, port: int) -> None:
-    """A small shop on an embedded Postgres with the whole pipeline and Dagster's UI on it. Ctrl-C ends it."""
+    """Run a small shop on an embedded Postgres with the whole pipeline and Dagster's UI. Ctrl-C ends it."""
     if context.invoked_subcommand is None:
         from pgwal_pipeline.demo.run import run_demo
 
@@ -26,7 +26,7 @@ def main(context: click.Context, folder: Path, rate: float, port: int) -> None:
 @main.command()
 @click.option("--rate", default=20.0, show_default=True, help="Transactions a second.")
 def shop(rate: float) -> None:
-    """Make the shop's tables on the database of PGWAL_SOURCE_DSN if they are missing, and change them until Ctrl-C."""
+    """Create the shop's tables in the database of PGWAL_SOURCE_DSN if they are missing, and change them until Ctrl-C."""
     import psycopg2
 
     from pgwal_pipeline.demo.shop import is_seeded, seed
@@ -39,7 +39,7 @@ def shop(rate: float) -> None:
     dsn = Settings.from_environment().dsn
     try:
         with plain_session(dsn) as conn:
-            click.echo("The shop is there." if is_seeded(conn) else f"Seeded the shop: {seed(conn):,} rows.")
+            click.echo("The shop exists already." if is_seeded(conn) else f"Seeded the shop: {seed(conn):,} rows.")
     except psycopg2.OperationalError as error:
         raise PgwalError(f"The shop's database cannot be reached: {str(error).splitlines()[0]}") from None
     workload = Workload(dsn, rate=rate)
@@ -48,7 +48,7 @@ def shop(rate: float) -> None:
         click.echo(f"{workload.tally().transactions:,} transactions")
     workload.stop()
     if workload.error is not None:
-        raise PgwalError(f"The shop met an error: {str(workload.error).splitlines()[0]}")
+        raise PgwalError(f"The shop's workload failed: {str(workload.error).splitlines()[0]}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Dagster's processes for the demo (`dagster dev`: webserver, daemon, code server), and what the demo asks of them over GraphQL."""
+"""Dagster's processes for the demo (`dagster dev`: webserver, daemon, code server), and the demo's GraphQL requests to them."""
 
 import json
 import socket
@@ -33,7 +33,7 @@ _END_RUNS = """mutation End($ids: [String!]!, $policy: TerminateRunPolicy!) {
 
 
 def next_free_port(wanted: int) -> int:
-    """`wanted` if nothing listens there on 127.0.0.1, else the next one that is free."""
+    """Return `wanted` if nothing listens there on 127.0.0.1, else the next free port."""
     for port in range(wanted, min(wanted + 50, 65536)):
         if is_free(port):
             return port
@@ -41,7 +41,7 @@ def next_free_port(wanted: int) -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether nothing listens on `port` of 127.0.0.1."""
+    """Return whether nothing listens on `port` of 127.0.0.1."""
     with socket.socket() as probe:
         probe.settimeout(1)
         if probe.connect_ex(("127.0.0.1", port)) == 0:
@@ -53,7 +53,7 @@ class DagsterUi:
     """`dagster dev` on one port of 127.0.0.1, with the variables of `environment` (PGWAL_*, DAGSTER_HOME)."""
 
     def __init__(self, environment: Mapping[str, str], port: int, log_file: Path, folder: Path) -> None:
-        """Start it in `folder`; `await_answer` waits until it can be used. Raises PgwalError when it cannot be run."""
+        """Start it in `folder`; `await_answer` waits until it is ready. Raises PgwalError if it cannot be started."""
         self.address = f"http://127.0.0.1:{port}"
         self.log_file = log_file
         self._started_at = time.time()
@@ -63,7 +63,7 @@ class DagsterUi:
         self.program = Program("Dagster", command, environment, log_file, folder)
 
     def await_answer(self) -> None:
-        """Wait until the UI answers and the code location is loaded. Raises PgwalError when it does not load, or not in time."""
+        """Wait until the UI answers and the code location is loaded. Raises PgwalError if it fails to load, or not within 180 s."""
         deadline = time.monotonic() + _START_SECONDS
         while True:
             self.program.require_running()
@@ -77,13 +77,13 @@ class DagsterUi:
             time.sleep(0.5)
 
     def end_stale_runs(self) -> int:
-        """Mark runs as cancelled whose process died with an earlier demo, so that none seems to hold the slot; returns how many."""
+        """Mark runs of an earlier demo as cancelled, so that none seems to hold the slot; return how many."""
         stale = self._runs({"statuses": list(_ACTIVE), "createdBefore": self._started_at})
         self._end([run["runId"] for run in stale], "MARK_AS_CANCELED_IMMEDIATELY")
         return len(stale)
 
     def end_active_runs(self, seconds: float) -> None:
-        """Interrupt the runs in progress and wait for them, at most `seconds`. A UI that does not answer is left alone."""
+        """Interrupt the active runs and wait for them, at most `seconds`. Does nothing if the UI does not answer."""
         deadline = time.monotonic() + seconds
         try:
             active = [run["runId"] for run in self._runs({"statuses": list(_ACTIVE)})]
@@ -94,12 +94,12 @@ class DagsterUi:
             return
 
     def list_runs(self) -> list[tuple[str, str, str]]:
-        """Id, job and status of the newest 200 runs that began since this start, the oldest first."""
+        """Return id, job and status of the newest 200 runs created since this start, oldest first."""
         runs = self._runs({"createdAfter": self._started_at})
         return [(run["runId"], run["jobName"], run["status"]) for run in reversed(runs)]
 
     def count_runs(self) -> Counter[str]:
-        """Those runs by status (SUCCESS, FAILURE, …)."""
+        """Count the runs of `list_runs` by status (SUCCESS, FAILURE, …)."""
         return Counter(status for _, _, status in self.list_runs())
 
     def _runs(self, selected: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -115,11 +115,11 @@ class DagsterUi:
             self._ask(_END_RUNS, {"ids": runs, "policy": policy})
 
     def _location_trouble(self) -> str | None:
-        """None when the code location is loaded, else what is the matter with it as yet. Raises PgwalError when it failed to load."""
+        """Return None if the code location is loaded, else why it is not yet. Raises PgwalError if it failed to load."""
         try:
             entries = self._ask(_LOCATIONS, {})["workspaceOrError"].get("locationEntries", [])
         except PgwalError:
-            return "it does not answer"
+            return "the UI does not answer"
         for entry in entries:
             found = entry["locationOrLoadError"] or {}
             if found.get("__typename") == "PythonError":
@@ -136,5 +136,5 @@ class DagsterUi:
         except (OSError, ValueError) as error:
             raise PgwalError(f"Dagster's UI on {self.address} does not answer: {error}.") from error
         if found.get("errors"):
-            raise PgwalError(f"Dagster's UI on {self.address} refused a question: {found['errors'][0].get('message')}.")
+            raise PgwalError(f"Dagster's UI on {self.address} refused a request: {found['errors'][0].get('message')}.")
         return found["data"]

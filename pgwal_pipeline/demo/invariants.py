@@ -1,8 +1,8 @@
-"""What is true of the shop at every moment between two transactions, and the queries that would show it broken.
+"""The shop's invariants, which hold between any two transactions, and the queries that find rows breaking them.
 
-Each query joins several tables, so it only comes out empty on tables that stand at one and the same transactional state: on the source
-in one statement, and on the lake's `current` tables at the versions of one publish. They are plain SQL that Postgres, Spark and DataFusion
-read alike; `{orders}` and the like stand for the tables.
+Each query joins several tables, so it is only sure to be empty on tables at the same transactional state: on the source in one statement,
+and on the lake's `current` tables at the versions of one publish. The queries are plain SQL that Postgres, Spark and DataFusion all accept;
+`{orders}` and the like are replaced by the tables.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ TABLES = ("customers", "inventory", "order_lines", "orders", "payments", "produc
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """`says` in words; `sql` returns the rows that break it: none, if all is well."""
+    """An invariant of the shop: `says` states it in words, `sql` returns the rows that break it."""
 
     name: str
     says: str
@@ -65,8 +65,9 @@ INVARIANTS = (
 
 
 def broken_in_lake(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """Offending rows by invariant, in `current` at one publish: `tables` maps `shop.orders` … to its `path` and Delta `version`, as in the
-    JSON of `pgwal as-of`.
+    """Count the rows that break each invariant in `current` at one publish.
+
+    `tables` maps `shop.orders` … to its `path` and Delta `version`, as in the JSON of `pgwal as-of`.
     """
     from deltalake import DeltaTable, QueryBuilder  # the workload needs no Delta
 
@@ -79,7 +80,7 @@ def broken_in_lake(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
 
 
 def main() -> int:
-    """Check the newest publish of the lake that PGWAL_LAKE names, and say so; the exit code is 1 where something is broken."""
+    """Check the invariants at the newest publish of the lake PGWAL_LAKE and print the result; return exit code 1 if one is broken."""
     from pgwal_pipeline.pipeline.as_of import find_publish
     from pgwal_pipeline.settings import Settings
 

@@ -1,7 +1,8 @@
-"""Programs that run beside the demo and end with it, whatever ends it.
+"""Programs that the demo starts, and that end with it however it ends.
 
-On Linux a program asks the kernel for a SIGINT when the demo dies. What it has started itself may outlive it for a while, as a run in
-progress does; every process bears the mark of its demo in its environment, by which an orderly end, and the next start, find what is left.
+On Linux the kernel sends a program SIGINT when the demo dies. Processes that the program has started, such as a run in progress, may live
+longer. Each process carries a variable in its environment that names its demo; the demo's end and its next start use it to find and end
+what is left.
 """
 
 import contextlib
@@ -18,19 +19,19 @@ from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.local.process import spawn
 
 _MARK = "PGWAL_DEMO_FOLDER"
-_LOG_LIMIT = 16 << 20  # bytes; an older log is thrown away at the next start
+_LOG_LIMIT = 16 << 20  # bytes; a larger log is deleted at the next start
 
 
 def mark(root: Path) -> dict[str, str]:
-    """The environment variable that programs of the demo in `root` bear, and hand on to all that they start."""
+    """Return the environment variable that marks programs of the demo in `root`; the processes they start inherit it."""
     return {_MARK: str(root)}
 
 
 class Program:
-    """A running program with its output in a file. It gets a SIGINT, as from Ctrl-C, when we are gone."""
+    """A running program with its output in a file. It gets SIGINT, as from Ctrl-C, when this process dies."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log_file: Path, folder: Path) -> None:
-        """Start `command` in `folder` with exactly `environment`. Raises PgwalError when it cannot be run."""
+        """Start `command` in `folder` with exactly `environment`. Raises PgwalError if it cannot be started."""
         self.name, self.log_file = name, log_file
         if log_file.exists() and log_file.stat().st_size > _LOG_LIMIT:
             log_file.unlink()
@@ -40,29 +41,29 @@ class Program:
 
     @property
     def running(self) -> bool:
-        """Whether it is still alive."""
+        """Whether it is still running."""
         return self._process.poll() is None
 
     def require_running(self) -> None:
-        """Raise PgwalError, with the last lines of its log, when it has ended."""
+        """Raise PgwalError with the last lines of its log if it has ended."""
         if not self.running:
             raise PgwalError(
                 f"{self.name} ended with code {self._process.returncode}; its log {self.log_file} ends with: {self.last_words()}"
             )
 
     def last_words(self, lines: int = 5) -> str:
-        """The end of what this start of it has logged."""
+        """Return the last lines that it has logged since this start."""
         with self.log_file.open("rb") as log:
             log.seek(self._log_begin)
             return " / ".join(line.strip() for line in log.read().decode(errors="replace").splitlines()[-lines:]) or "nothing"
 
     def ask_to_end(self) -> None:
-        """SIGINT, which a well-behaved program takes as Ctrl-C."""
+        """Send SIGINT, as Ctrl-C does."""
         if self.running:
             self._process.send_signal(signal.SIGINT)
 
     def end(self, deadline: float) -> None:
-        """Wait until `deadline` (of `time.monotonic`) for it to end, then kill its whole session."""
+        """Wait until `deadline` (of `time.monotonic`) for it to end, then kill its process group."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline - time.monotonic()))
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -71,7 +72,7 @@ class Program:
 
 
 def end_programs(programs: Iterable[Program], seconds: float) -> None:
-    """Ask all to end at once, and see to it that they have after `seconds`."""
+    """Ask all programs to end at once, and kill those that have not ended after `seconds`."""
     deadline = time.monotonic() + seconds
     running = list(programs)
     for program in running:
@@ -81,7 +82,7 @@ def end_programs(programs: Iterable[Program], seconds: float) -> None:
 
 
 def end_marked(root: Path, seconds: float) -> int:
-    """End every process with the mark of the demo in `root`: SIGTERM, after `seconds` SIGKILL. Linux only; returns how many there were."""
+    """End every process marked with the demo in `root`: SIGTERM, after `seconds` SIGKILL. Linux only. Return how many there were."""
     asked: set[int] = set()
     deadline = time.monotonic() + seconds
     while left := _marked(root):
@@ -98,7 +99,7 @@ def end_marked(root: Path, seconds: float) -> int:
 
 
 def _marked(root: Path) -> list[int]:
-    """Live processes of ours with the mark, but for this one. A dead one that nobody has collected yet has no environment any more."""
+    """Return the ids of marked processes, except this one. A zombie has no environment any more, so it is not among them."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

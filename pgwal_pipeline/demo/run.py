@@ -1,4 +1,4 @@
-"""The demo: a shop on an embedded Postgres, the whole pipeline on it, and Dagster's UI to watch it in. Everything lies in one folder."""
+"""The demo: a shop on an embedded Postgres, the whole pipeline, and Dagster's UI to watch it. All data is in one folder."""
 
 import contextlib
 import fcntl
@@ -36,7 +36,7 @@ FOLDER = Path(".demo")
 UI_PORT = 3000
 RATE = 20.0  # transactions a second
 
-# Small, so that a person who watches sees runs come and go.
+# Small, so that runs are frequent enough to watch.
 _SETTINGS = {
     "PGWAL_TABLES": "shop.*",
     "PGWAL_LAG_THRESHOLD": "256kB",
@@ -47,34 +47,34 @@ _SETTINGS = {
 _POSTGRES_SETTINGS = {"max_slot_wal_keep_size": "4GB", "max_wal_size": "512MB", "shared_buffers": "64MB", "jit": "off"}
 _INSTANCE = Path(__file__).parents[1] / "instance.yaml"
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-# Every run starts a Spark of its own and is over soon: with Java's first compiler alone, and the plainest of its collectors, it takes far
-# less of a small machine.
+# Every run starts its own Spark and is short. With only Java's first-tier compiler and the serial collector it needs far less of a small
+# machine.
 _QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -XX:+UseSerialGC"
 _TOLD = {"STARTED": "has begun", "SUCCESS": "is done", "FAILURE": "has failed", "CANCELED": "was cancelled"}
 _STATUS_EVERY = 60.0
-_PATIENCE = 120.0  # seconds without a first publish before a word is said about it
+_PATIENCE = 120.0  # seconds without a first publish before a message says so
 _KEPT = ("PGWAL_SPARK_MASTER", "PGWAL_SPARK_REMOTE", "PGWAL_SPARK_CONF", "PGWAL_POSTGRES_BIN", "PGWAL_FAILPOINTS", "PGWAL_DEBUG")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the demo keeps things: `root` and what is in it."""
+    """The demo's folder `root` and the paths in it."""
 
     root: Path
 
     @property
     def postgres(self) -> Path:
-        """The source's data."""
+        """The data folder of the source."""
         return self.root / "postgres"
 
     @property
     def lake(self) -> Path:
-        """The Delta tables."""
+        """The folder of the lake."""
         return self.root / "lake"
 
     @property
     def dagster_home(self) -> Path:
-        """Dagster's instance."""
+        """The folder of Dagster's instance."""
         return self.root / "dagster"
 
     @property
@@ -84,7 +84,7 @@ class Place:
 
     @property
     def ui_log(self) -> Path:
-        """What Dagster's processes print."""
+        """The log of Dagster's processes."""
         return self.root / "dagster.log"
 
 
@@ -97,10 +97,10 @@ class _Stop(BaseException):
 
 
 def run_demo(folder: Path = FOLDER, *, rate: float = RATE, port: int = UI_PORT) -> int:
-    """Run the demo in `folder` until SIGINT or SIGTERM; returns the exit code for it (130, 143).
+    """Run the demo in `folder` until SIGINT or SIGTERM; return the signal's exit code (130, 143).
 
-    What the folder holds already is gone on with. The UI is on `port` of 127.0.0.1, or on another where that is taken. Raises PgwalError
-    when something does not start, with nothing left running.
+    Data already in the folder is used again. The UI is on `port` of 127.0.0.1, or on the next free port. Raises PgwalError if something
+    does not start; nothing is left running then.
     """
     place = Place(folder.absolute())
     with _signals_raise():
@@ -115,9 +115,9 @@ def run_demo(folder: Path = FOLDER, *, rate: float = RATE, port: int = UI_PORT) 
 def _run(place: Place, rate: float, port: int, stack: ExitStack) -> None:
     place.root.mkdir(parents=True, exist_ok=True)
     stack.enter_context(_only_one(place))
-    _say(f"Everything of the demo lies in {_short(place.root)}; remove that folder to begin anew.")
+    _say(f"All data of the demo is in {_short(place.root)}; remove that folder to start from scratch.")
     if end_marked(place.root, 5.0):
-        _say("Ended what was left of a demo that had been killed.")
+        _say("Ended processes left over from a demo that was killed.")
     postgres = _start_postgres(place, stack)
     _open_shop(postgres.dsn())
     workload = Workload(postgres.dsn(), rate=rate)
@@ -126,7 +126,7 @@ def _run(place: Place, rate: float, port: int, stack: ExitStack) -> None:
     _say(f"The shop is open: about {rate:g} transactions a second.")
     settings, ui = _start_dagster(place, postgres, port, stack)
     watch = _Watch(postgres, workload, ui, settings)
-    _say(f"Dagster's UI is on {ui.address}. Its sensors ask for all the runs.")
+    _say(f"Dagster's UI is on {ui.address}. Its sensors request all runs.")
     _await_first_publish(watch)
     _tell(place, ui, settings)
     while True:
@@ -138,7 +138,7 @@ def _start_postgres(place: Place, stack: ExitStack) -> Postgres:
     fresh = not place.postgres.exists()
     port = _known_port(place)
     postgres = Postgres(place.postgres, settings=_POSTGRES_SETTINGS, port=port if port is not None and is_free(port) else None)
-    _say(f"{'Making' if fresh else 'Starting'} a Postgres {postgres.installation.version} of its own, with wal_level=logical …")
+    _say(f"{'Creating' if fresh else 'Starting'} an embedded Postgres {postgres.installation.version} with wal_level=logical …")
     stack.callback(postgres.stop)
     postgres.start()
     return postgres
@@ -147,7 +147,7 @@ def _start_postgres(place: Place, stack: ExitStack) -> Postgres:
 def _open_shop(dsn: str) -> None:
     with plain_session(dsn) as conn:
         if is_seeded(conn):
-            _say("The shop's tables are there from last time; nothing is seeded.")
+            _say("The shop's tables exist already; nothing is seeded.")
         else:
             _say(f"Seeded the shop: {seed(conn):,} rows in six tables of schema shop.")
 
@@ -167,7 +167,7 @@ def _start_dagster(place: Place, postgres: Postgres, wanted_port: int, stack: Ex
     port = next_free_port(wanted_port)
     _say(f"Starting Dagster: webserver, daemon and code server{'' if port == wanted_port else f' (port {wanted_port} is taken)'} …")
     stack.callback(end_marked, place.root, 4.0)
-    # Not in the project's folder: Dagster would read an .env there, which is for the user's own source.
+    # Not in the project's folder: Dagster would read the .env there, which is for the user's own source.
     ui = DagsterUi(environment, port, place.ui_log, place.root)
     stack.callback(end_programs, [ui.program], 10.0)
     ui.await_answer()
@@ -179,17 +179,17 @@ def _start_dagster(place: Place, postgres: Postgres, wanted_port: int, stack: Ex
 
 
 def _await_first_publish(watch: "_Watch") -> None:
-    """Wait for it, and say what is done meanwhile: a line for each run that begins or ends."""
+    """Wait for the first publish, and print a line for each run that begins or ends."""
     if watch.published() is not None:
         return
-    _say("First come publication, slot and snapshots, then drain and publish; Spark takes a minute or more on a small machine.")
+    _say("First publication, slot and snapshots, then drain and publish; Spark takes a minute or more on a small machine.")
     began = time.monotonic()
     while watch.published() is None:
         watch.pause(1.0)
         for line in watch.news():
             _say(line)
         if time.monotonic() - began > _PATIENCE:
-            _say(f"No publish yet ({watch.runs()}); see {watch.ui.address}/runs. Going on waiting.")
+            _say(f"No publish yet ({watch.runs()}); see {watch.ui.address}/runs. Still waiting.")
             began = time.monotonic()
 
 
@@ -201,12 +201,12 @@ def _tell(place: Place, ui: DagsterUi, settings: Settings) -> None:
         "import pyarrow as pa; from deltalake import DeltaTable as T, QueryBuilder as Q; "
         f"print(pa.table(Q().register('orders', T('{_short(Path(orders))}')).execute('{sql}').read_all()).to_pandas())"
     )
-    _say("Every table in the lake stands at one LSN now, and moves on with each publish. Look here:")
+    _say("Every current table is at one LSN now, and moves on with each publish. See:")
     click.echo(f"""
       lineage     {ui.address}/asset-groups
       runs        {ui.address}/runs
       sensors     {ui.address}/automation
-      lake        {_short(place.lake)} (plain Delta tables; raw/ holds every change, current/ the tables as they are)
+      lake        {_short(place.lake)} (plain Delta tables; raw/ holds every change, current/ the tables as of the publish)
       logs        {_short(place.ui_log)}, {_short(place.postgres)}.log
 
     In another terminal, to point the commands at the demo:
@@ -220,12 +220,12 @@ def _tell(place: Place, ui: DagsterUi, settings: Settings) -> None:
 
       {python} -c "{query}"
 
-    Ctrl-C ends everything; the next start goes on with the same data.
+    Ctrl-C ends everything; the next start uses the same data.
 """)
 
 
 class _Watch:
-    """How the demo is doing."""
+    """Reports the state of the demo."""
 
     def __init__(self, postgres: Postgres, workload: Workload, ui: DagsterUi, settings: Settings) -> None:
         self._postgres, self._workload, self.ui, self._settings = postgres, workload, ui, settings
@@ -233,7 +233,7 @@ class _Watch:
         self._told: dict[str, str] = {}
 
     def pause(self, seconds: float) -> None:
-        """Wait. Raises PgwalError when the server or Dagster has ended by itself."""
+        """Wait `seconds`. Raises PgwalError if Postgres, Dagster or the workload has ended by itself."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(left, 0.5))
@@ -241,10 +241,10 @@ class _Watch:
             if not self._postgres.running:
                 raise PgwalError(f"The demo's Postgres server has ended; see {self._postgres.log_file}.")
             if self._workload.error is not None:
-                raise PgwalError(f"The shop's workload met an error: {str(self._workload.error).splitlines()[0]}")
+                raise PgwalError(f"The shop's workload failed: {str(self._workload.error).splitlines()[0]}")
 
     def published(self) -> dict[str, Any] | None:
-        """The newest publish, as `pgwal as-of` tells it."""
+        """Return the newest publish as `pgwal as-of` prints it; None if a table of the shop is not in it yet."""
         try:
             publish = find_publish(self._settings)
         except LakeError:
@@ -252,7 +252,7 @@ class _Watch:
         return publish if all(f"shop.{name}" in publish["tables"] for name in TABLES) else None
 
     def news(self) -> list[str]:
-        """A line for each run that has begun or ended since the last call."""
+        """Return a line for each run that has begun or ended since the last call."""
         try:
             runs = self.ui.list_runs()
         except PgwalError:
@@ -265,16 +265,16 @@ class _Watch:
         return f": {self.ui.address}/runs/{run}" if status == "FAILURE" else ""
 
     def runs(self) -> str:
-        """How many runs went how."""
+        """Return how many runs are done, running and failed."""
         try:
             count = self.ui.count_runs()
         except PgwalError:
-            return "runs: the UI is busy"
+            return "runs: the UI does not answer"
         running = sum(count.values()) - count["SUCCESS"] - count["FAILURE"] - count["CANCELED"]
         return f"runs: {count['SUCCESS']} done, {running} running, {count['FAILURE']} failed"
 
     def status(self) -> str:
-        """One line."""
+        """Return one line on transactions, lag, the newest publish and runs."""
         now, done = time.monotonic(), self._workload.tally().transactions
         rate = (done - self._last[1]) / max(now - self._last[0], 0.001)
         self._last = (now, done)
@@ -297,13 +297,13 @@ class _Watch:
 
 
 def _write_environment(place: Place, variables: Mapping[str, str]) -> None:
-    """For other terminals. It holds the password of the demo's server, so it is for its owner only."""
+    """Write the variables to a file for other terminals. It holds the server's password, so only its owner may read it."""
     place.environment.touch(mode=0o600)
     place.environment.write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items()))
 
 
 def _known_port(place: Place) -> int | None:
-    """The port of the source at the last start, so that an open `psql` finds it again."""
+    """Return the source's port at the last start, so that an open `psql` can reconnect; None if there was none."""
     try:
         found = re.search(r"127\.0\.0\.1:(\d+)/", place.environment.read_text())
     except OSError:
@@ -313,18 +313,18 @@ def _known_port(place: Place) -> int | None:
 
 @contextlib.contextmanager
 def _only_one(place: Place) -> Iterator[None]:
-    """Keep others out of the folder; the lock goes with the process. Raises PgwalError when another demo runs in it."""
+    """Lock the folder; the lock ends with the process. Raises PgwalError if another demo runs in it."""
     with (place.root / "lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise PgwalError(f"A demo is running in {place.root} already; end that one first (Ctrl-C in its terminal).") from None
+            raise PgwalError(f"A demo is already running in {place.root}; end that one first (Ctrl-C in its terminal).") from None
         yield
 
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGINT and SIGTERM raise `_Stop` once; while what follows from it is done, more of them change nothing."""
+    """Within the block, the first SIGINT or SIGTERM raises `_Stop`; later ones are ignored."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         for other in _EXIT_CODES:
@@ -353,5 +353,5 @@ def _say(text: str) -> None:
 
 
 def _short(path: Path) -> str:
-    """The path as a person in this folder would write it."""
+    """Return the path relative to the working directory if it is below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

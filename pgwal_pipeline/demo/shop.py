@@ -1,6 +1,6 @@
-"""The demo's shop: its schema and the rows that it opens with.
+"""The demo's shop: its schema and its first rows.
 
-Six tables of schema `shop`, chosen for what they ask of change data capture: a composite key, keys that change and cascade, a text that is
+The six tables of schema `shop` cover what is hard for change data capture: a composite key, keys that change and cascade, text that is
 stored out of line (TOAST), `numeric(12,2)`, `timestamptz`, `jsonb`, `uuid`, arrays, a range, an enum, identity and generated columns.
 """
 
@@ -135,12 +135,12 @@ _METHODS = ("card", "transfer", "voucher", "invoice")
 
 
 def describe_product(rng: random.Random, name: str) -> str:
-    """A product's text of 4 to 12 kB: long enough that Postgres stores it out of line."""
+    """Return a product's text of 4 to 12 kB, long enough for Postgres to store it out of line."""
     return f"{name.capitalize()}: " + "; ".join(rng.choices(_PHRASES, k=rng.randrange(110, 330))) + "."
 
 
 def new_customer(rng: random.Random, number: int) -> tuple[str, str, str, str]:
-    """Account (uuid text), name, e-mail and address (JSON text) of a customer; `number` keeps e-mails apart."""
+    """Return a customer's account (uuid text), name, e-mail and address (JSON text); `number` makes the e-mail unique."""
     first, last = rng.choice(_FIRST_NAMES), rng.choice(_LAST_NAMES)
     city, country = rng.choice(_CITIES)
     address = {"street": f"{rng.choice(_MATERIALS).capitalize()} Street {rng.randrange(1, 200)}", "city": city, "country": country}
@@ -148,28 +148,28 @@ def new_customer(rng: random.Random, number: int) -> tuple[str, str, str, str]:
 
 
 def email_of(name: str, number: int) -> str:
-    """The e-mail address of a customer called `name`; `number` keeps those of one name apart."""
+    """Return the e-mail address of a customer called `name`; `number` makes it unique."""
     return "".join(letter for letter in name.lower().replace(" ", ".") if letter.isalnum() or letter == ".") + f".{number}@example.org"
 
 
 def payment_details(rng: random.Random, method: str) -> str:
-    """What a payment service would tell about a payment by `method`, as JSON text."""
+    """Return the details of a payment by `method`, as a payment service would report them, as JSON text."""
     return json.dumps({"method": method, "risk": round(rng.random(), 3), "device": {"kind": rng.choice(["phone", "desktop", "till"])}})
 
 
 def pick_method(rng: random.Random) -> str:
-    """A way to pay."""
+    """Return a payment method."""
     return rng.choice(_METHODS)
 
 
 def is_seeded(conn: Connection) -> bool:
-    """Whether the shop stands: the seed is one transaction, so its schema is there with all its rows or not at all."""
+    """Return whether the shop exists. The seed is one transaction, so the schema is there with all its rows or not at all."""
     row = conn.execute("SELECT to_regnamespace('shop') IS NOT NULL").fetchone()
     return bool(row and row[0])
 
 
 def seed(conn: Connection, *, customers: int = 400, products: int = 120, orders: int = 1500, seed: int = 7) -> int:
-    """Make the schema and its opening rows in one transaction; the same rows for the same arguments. Returns the number of rows.
+    """Create the schema and its first rows in one transaction, the same rows for the same arguments; return the number of rows.
 
     The shop's invariants (see `invariants.py`) hold from the start.
     """
@@ -236,7 +236,7 @@ def _products(rng: random.Random, count: int) -> Iterator[tuple[Any, ...]]:
 
 
 class _Sales:
-    """The orders made before opening day, and what they did to the shelves and to the customers' accounts."""
+    """The orders from before the shop opens, with the stock and the customers' spending that follow from them."""
 
     def __init__(self, rng: random.Random, people: list[tuple[Any, ...]], goods: list[tuple[Any, ...]], count: int) -> None:
         self._people, self._goods = people, goods

@@ -1,7 +1,7 @@
-"""The shop's business: a live workload of small transactions on schema `shop`, at a steady rate, until it is stopped.
+"""The shop's workload: small transactions on schema `shop` at a steady rate, until it is stopped.
 
 Each deed is one transaction that keeps the shop's invariants (`invariants.py`). Deeds of several threads interleave, lock the same rows and
-sometimes roll back, as those of an application do. A server that goes away is waited for.
+sometimes roll back, like those of an application. If the server goes away, the workload waits for it.
 """
 
 import random
@@ -29,7 +29,7 @@ class _Undone(Exception):
 
 
 def place_order(conn: Connection, rng: random.Random) -> bool:
-    """A customer orders one to four products; what no shelf holds is left out, and an order without lines is rolled back."""
+    """Place an order of one to four products. Products out of stock are left out; an order without lines is rolled back."""
     line_no = 0
     with suppress(_Undone), conn.transaction():
         customer = conn.execute(
@@ -64,12 +64,12 @@ def place_order(conn: Connection, rng: random.Random) -> bool:
 
 
 def pay(conn: Connection, rng: random.Random) -> bool:
-    """The oldest order that nobody else is busy with is paid: money goes from the customer's account to the order."""
+    """Pay the oldest unpaid order that no other transaction has locked; the customer's `spent` and the order's `paid` grow."""
     return _settle(conn, rng, ("placed",), "paid", sign=1)
 
 
 def refund(conn: Connection, rng: random.Random) -> bool:
-    """A paid order's money goes back; the goods are not asked for."""
+    """Refund a paid order; the goods are not returned."""
     return _settle(conn, rng, ("paid",), "refunded", sign=-1)
 
 
@@ -94,7 +94,7 @@ def _settle(conn: Connection, rng: random.Random, before: tuple[str, ...], after
 
 
 def ship(conn: Connection, _rng: random.Random) -> bool:
-    """The oldest paid order leaves the house."""
+    """Ship the oldest paid order."""
     shipped = conn.execute(
         "UPDATE shop.orders SET status = 'shipped', shipped_at = now() WHERE id = "
         "(SELECT id FROM shop.orders WHERE status = 'paid' ORDER BY id LIMIT 1 FOR UPDATE SKIP LOCKED)"
@@ -103,7 +103,7 @@ def ship(conn: Connection, _rng: random.Random) -> bool:
 
 
 def cancel(conn: Connection, rng: random.Random) -> bool:
-    """The newest unpaid order is taken back: its lines are deleted and the goods go to one warehouse."""
+    """Cancel the newest unpaid order: delete its lines and return the goods to one warehouse."""
     with conn.transaction():
         order = conn.execute(
             "UPDATE shop.orders SET status = 'cancelled', total = 0, delivery = NULL WHERE id = "
@@ -119,7 +119,7 @@ def cancel(conn: Connection, rng: random.Random) -> bool:
 
 
 def restock(conn: Connection, rng: random.Random) -> bool:
-    """The emptiest shelf is filled: an update of a product whose long description does not change."""
+    """Fill the emptiest shelf: an update of a product whose long description does not change."""
     with conn.transaction():
         shelf = conn.execute("SELECT sku, warehouse FROM shop.inventory ORDER BY on_hand LIMIT 1 FOR UPDATE SKIP LOCKED").fetchone()
         if shelf is None:
@@ -133,7 +133,7 @@ def restock(conn: Connection, rng: random.Random) -> bool:
 
 
 def transfer_stock(conn: Connection, rng: random.Random) -> bool:
-    """Pieces of one product move from one warehouse to another."""
+    """Move pieces of one product from one warehouse to another."""
     source, target = rng.sample(WAREHOUSES, 2)
     shelf = None
     with suppress(_Undone), conn.transaction():
@@ -150,7 +150,7 @@ def transfer_stock(conn: Connection, rng: random.Random) -> bool:
 
 
 def change_prices(conn: Connection, rng: random.Random) -> bool:
-    """A few products get dearer or cheaper. Orders keep the price they were placed at."""
+    """Change the prices of a few products. Orders keep the price they were placed at."""
     factor = rng.choice(["0.90", "0.95", "1.05", "1.10"])
     conn.execute(
         "UPDATE shop.products SET price = greatest(round(price * %s, 2), 1), updated_at = now() WHERE sku IN "
@@ -161,7 +161,7 @@ def change_prices(conn: Connection, rng: random.Random) -> bool:
 
 
 def rewrite_description(conn: Connection, rng: random.Random) -> bool:
-    """A product gets another long text."""
+    """Give a product another long description."""
     product = conn.execute("SELECT sku, name FROM shop.products ORDER BY random() LIMIT 1").fetchone()
     if product is None:
         return False
@@ -172,7 +172,7 @@ def rewrite_description(conn: Connection, rng: random.Random) -> bool:
 
 
 def change_sku(conn: Connection, rng: random.Random) -> bool:
-    """A product gets another SKU: its primary key changes, and with it that of its shelves and a column of every line that sold it."""
+    """Give a product another SKU: its primary key changes, and by cascade that of its shelves and a column of its order lines."""
     changed = conn.execute(
         "UPDATE shop.products SET sku = regexp_replace(sku, '(-r[0-9]+)?$', %s), updated_at = now() "
         "WHERE sku = (SELECT sku FROM shop.products ORDER BY random() LIMIT 1)",
@@ -182,7 +182,7 @@ def change_sku(conn: Connection, rng: random.Random) -> bool:
 
 
 def welcome_customer(conn: Connection, rng: random.Random) -> bool:
-    """Somebody opens an account."""
+    """Add a customer."""
     account, name, email, address = new_customer(rng, rng.randrange(10**6, 10**9))
     conn.execute(
         "INSERT INTO shop.customers (account, name, email, address, tags) VALUES (%s, %s, %s, %s, '{newsletter}')",
@@ -192,7 +192,7 @@ def welcome_customer(conn: Connection, rng: random.Random) -> bool:
 
 
 def rename_customer(conn: Connection, rng: random.Random) -> bool:
-    """A customer takes another name, and an e-mail address to go with it."""
+    """Give a customer another name and e-mail address."""
     _, name, _, _ = new_customer(rng, 0)
     renamed = conn.execute(
         "UPDATE shop.customers SET name = %s, email = %s, tags = array_append(array_remove(tags, 'renamed'), 'renamed') "
@@ -202,7 +202,7 @@ def rename_customer(conn: Connection, rng: random.Random) -> bool:
     return renamed.rowcount > 0
 
 
-# In a hundred transactions, about. Orders are paid and shipped as fast as they are placed, so that no queue grows.
+# Weights, about the number in a hundred transactions. Orders are paid and shipped as fast as they are placed, so that no queue grows.
 DEEDS: dict[Deed, float] = {
     place_order: 31,
     pay: 28,
@@ -221,7 +221,7 @@ DEEDS: dict[Deed, float] = {
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What a workload has done so far: transactions by deed, and those that lost a race and were rolled back."""
+    """What a workload has done so far: committed transactions by deed, and transactions rolled back after a conflict."""
 
     done: dict[str, int]
     rolled_back: int
@@ -229,15 +229,15 @@ class Tally:
 
     @property
     def transactions(self) -> int:
-        """All that were committed."""
+        """The number of committed transactions."""
         return sum(self.done.values())
 
 
 class Workload:
-    """Threads that do the shop's business on the database that `dsn` names, `rate` transactions a second together.
+    """Threads that run the shop's transactions on the database of `dsn`, together `rate` transactions a second.
 
-    `start` returns at once; `stop` ends the threads after the transaction they are in. Where a thread meets an error that is no matter of
-    connection or concurrency, it ends and `error` is set.
+    `start` returns at once; `stop` ends the threads after their current transactions. A thread whose error is not about the connection or
+    concurrency sets `error` and ends.
     """
 
     def __init__(self, dsn: str, *, rate: float = 20.0, threads: int = 3, seed: int | None = None) -> None:
@@ -253,12 +253,12 @@ class Workload:
         self._threads = [threading.Thread(target=self._run, args=[rng], name="shop", daemon=True) for rng in rngs]
 
     def start(self) -> None:
-        """Begin."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def stop(self, timeout: float = 10.0) -> bool:
-        """End within `timeout` seconds; whether all threads did."""
+        """Stop the threads; return whether all ended within `timeout` seconds."""
         self._stopped.set()
         deadline = time.monotonic() + timeout
         for thread in self._threads:
@@ -267,7 +267,7 @@ class Workload:
         return not any(thread.is_alive() for thread in self._threads)
 
     def tally(self) -> Tally:
-        """What has been done so far."""
+        """Return what has been done so far."""
         with self._lock:
             return Tally(dict(self._done), self._rolled_back, self._connections > 0)
 
@@ -285,7 +285,7 @@ class Workload:
                         with self._lock:
                             self._connections -= 1
             except psycopg2.OperationalError:
-                # The server is away or starting; it comes back, or somebody stops the workload.
+                # The server is away or starting: try again until it is back or the workload is stopped.
                 self._stopped.wait(_RECONNECT_SECONDS[min(failures, len(_RECONNECT_SECONDS) - 1)])
                 failures += 1
             except psycopg2.Error as error:
@@ -313,7 +313,7 @@ class Workload:
             psycopg2.errors.QueryCanceled,
             psycopg2.errors.IntegrityError,
         ):
-            # Lost a race: a deadlock with a change of SKU, a product that got another key in mid-order.
+            # A conflict: a deadlock with a change of SKU, or a product whose key changed during the order.
             with self._lock:
                 self._rolled_back += 1
             return

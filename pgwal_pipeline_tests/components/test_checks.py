@@ -22,8 +22,8 @@ def test_a_slot_that_keeps_up_is_well() -> None:
 @pytest.mark.parametrize(
     ("reading", "rate", "severity", "says"),
     [
-        (replace(WELL, slot_exists=False), None, WARN, "The next sync makes it, unless the lake"),
-        (replace(WELL, slot_exists=False), None, WARN, "PGWAL_ON_SLOT_LOSS is stop: then run `pgwal resnapshot --all`"),
+        (replace(WELL, slot_exists=False), None, WARN, "The next sync creates it. If the lake already holds changes"),
+        (replace(WELL, slot_exists=False), None, WARN, "PGWAL_ON_SLOT_LOSS is stop, run `pgwal resnapshot --all`"),
         (replace(WELL, wal_status="lost"), 1.0, ERROR, "pgwal resnapshot --all"),
         (replace(WELL, wal_status="unreserved"), 1.0, ERROR, "drain it now"),
         (replace(WELL, wal_status="extended", safe_wal_size=600 << 20), float(1 << 20), WARN, "lost in 10 min"),

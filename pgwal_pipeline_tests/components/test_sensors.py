@@ -163,7 +163,7 @@ def test_after_a_failure_the_same_window_is_asked_for_again_later(
     (first,) = requests(ticks())
     run(instance, fails=True)
     slot.writes(1000)
-    assert "The last run failed; the next is asked for in" in reason(ticks())
+    assert "The last run failed; the next is requested in" in reason(ticks())
     monkeypatch.setattr("pgwal_pipeline.components.requests.time", SimpleNamespace(time=lambda: time.time() + 60))
     (second,) = requests(ticks())
     assert second == ("sync", first[1], f"{first[1]}#2")

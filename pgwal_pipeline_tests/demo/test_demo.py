@@ -79,7 +79,7 @@ def test_the_demo_from_nothing_to_a_publish_and_again_after_a_kill(folder: Path)
     address = demo.await_text(r"Dagster's UI is on (http://127\.0\.0\.1:\d+)\.")
     with urllib.request.urlopen(f"{address}/server_info", timeout=20) as answer:
         assert "dagster_version" in json.load(answer)
-    demo.await_text(r"(Every table in the lake stands at one LSN)")
+    demo.await_text(r"(Every current table is at one LSN)")
     publish = find_publish(Settings.from_environment({"PGWAL_LAKE": str(folder / "demo/lake")}))
     assert not any(broken_in_lake(publish["tables"]).values())
     demo.end(signal.SIGKILL)
@@ -154,7 +154,7 @@ def test_one_folder_has_one_demo_at_a_time(folder: Path) -> None:
         timeout=60,
     )
     assert other.returncode == 1
-    assert "A demo is running in" in other.stderr
+    assert "A demo is already running in" in other.stderr
     assert demo.end(signal.SIGTERM)[0] == 143
     assert _marked(folder / "demo") == []
     # What ended so is gone on with, as what was killed is.
