@@ -15,7 +15,7 @@ from typing import Any
 import psycopg
 from psycopg import errors, pq
 
-from pgwal_pipeline.errors import PgwalError, RowTooLarge, SourceRefused, SourceUnavailable, TableError
+from pgwal_pipeline.errors import PgwalError, SourceRefused, SourceUnavailable, TableError, row_too_large
 from pgwal_pipeline.postgres.catalog import Connection, insert_lsn, resolve_types
 from pgwal_pipeline.postgres.dsn import BYTES_AS_THEY_ARE, connect, translate
 from pgwal_pipeline.postgres.key_order import BORROWED_SQL, KeyOrder, key_order
@@ -321,7 +321,7 @@ def _copy_out(
         elif length < 0:
             break
         else:
-            raise RowTooLarge.of(relation.table, length, largest_row, relation.oid, "read")
+            raise row_too_large(relation.table, length, largest_row, relation.oid, "read")
     done = result()
     total += len(rows)
     if lengths:
