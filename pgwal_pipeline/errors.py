@@ -133,19 +133,13 @@ class TableError(PgwalError):
         return cls(more["table"], text, more["oid"], more["stage"])
 
 
-class RowTooLarge(TableError):
-    """A row of a table that is larger than one row may be: it is not taken, for memory is not to be had for it."""
-
-    @classmethod
-    def of(cls, table: object, size: int, largest: int, oid: int = 0, stage: str = "") -> Self:
-        """The error for a row of `size` bytes, where `largest` is what one may have."""
-        return cls(
-            str(table),
-            f"Table {table} has a row of {amounts.size(size)}, and one may have {amounts.size(largest)} (64 MB, or a quarter of "
-            f"PGWAL_MEMORY_BUDGET where that is more); raise that, or make the row smaller on the source.",
-            oid,
-            stage,
-        )
+def row_too_large(table: object, size: int, largest: int, oid: int, stage: str) -> TableError:
+    """Return the error of a table with a row of `size` bytes, where one may have `largest`."""
+    said = (
+        f"Table {table} has a row of {amounts.size(size)}, and one may have {amounts.size(largest)} (64 MB, or a quarter of "
+        f"PGWAL_MEMORY_BUDGET where that is more); raise that, or make the row smaller on the source."
+    )
+    return TableError(str(table), said, oid, stage)
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pgwal_pipeline.decode.pgoutput import RelationMessage, parse_logical, parse
 from pgwal_pipeline.decode.ragged import UnreadableError
 from pgwal_pipeline.decode.relations import Describe, KnownRelations, Layout
 from pgwal_pipeline.decode.route import LOGICAL, MARKS, ORIGIN, RELATION, TYPE, OpenTransaction, Route, route
-from pgwal_pipeline.errors import DecodeError, RowTooLarge, TableWorkFailed
+from pgwal_pipeline.errors import DecodeError, TableWorkFailed, row_too_large
 from pgwal_pipeline.relation import Relation
 from pgwal_pipeline.xid import TransactionMark
 
@@ -167,7 +167,7 @@ class Decoder:
             raise
         except LargeRow as large:
             relation = large.relation
-            failure = RowTooLarge.of(relation.table, large.size, self._largest_row, relation.oid, "decode")
+            failure = row_too_large(relation.table, large.size, self._largest_row, relation.oid, "decode")
             raise TableWorkFailed(relation.oid, str(relation.table), "decode") from failure
         except Exception as error:
             relation = self._failing(routed)

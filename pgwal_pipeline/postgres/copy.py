@@ -14,7 +14,7 @@ from typing import Any
 import psycopg2
 from psycopg2 import errors
 
-from pgwal_pipeline.errors import PgwalError, RowTooLarge, SourceRefused, SourceUnavailable, TableError
+from pgwal_pipeline.errors import PgwalError, SourceRefused, SourceUnavailable, TableError, row_too_large
 from pgwal_pipeline.postgres.catalog import Connection, insert_lsn, resolve_types
 from pgwal_pipeline.postgres.dsn import BYTES_AS_THEY_ARE, connect, copying_connection, translate
 from pgwal_pipeline.postgres.key_order import BORROWED_SQL, KeyOrder, key_order
@@ -290,9 +290,9 @@ class _Rows:
         self.total = 0
 
     def write(self, row: bytes) -> None:
-        """Take a row. Raises RowTooLarge."""
+        """Take a row. Raises TableError where it is too large."""
         if len(row) > self._largest_row:
-            raise RowTooLarge.of(self._relation.table, len(row), self._largest_row, self._relation.oid, "read")
+            raise row_too_large(self._relation.table, len(row), self._largest_row, self._relation.oid, "read")
         self._rows += row
         self._lengths.append(len(row))
         if len(self._rows) >= _BLOCK_BYTES:

@@ -41,7 +41,9 @@ def assert_confirmed(source: Source, pipeline: Pipeline) -> None:
     assert parse_lsn(source.value(found, pipeline.settings.slot)) == pipeline.ledger.frontier()
 
 
-@pytest.mark.parametrize("change", ["insert", "update", "delete", "in the middle"])
+@pytest.mark.parametrize(
+    "change", ["in the middle", *(pytest.param(change, marks=pytest.mark.soak) for change in ("insert", "update", "delete"))]
+)
 def test_a_change_that_is_too_large_costs_its_table_alone(change: str, source: Source, small: Pipeline) -> None:
     made(source)
     if change == "delete":
@@ -133,7 +135,7 @@ def test_what_the_source_says_against_reading_one_table_is_that_tables_fault(sou
     assert "division by zero" in (state.reason or "")
 
 
-@pytest.mark.parametrize("on_slot_loss", ["stop", "resnapshot"])
+@pytest.mark.parametrize("on_slot_loss", ["stop", pytest.param("resnapshot", marks=pytest.mark.soak)])
 def test_a_change_that_the_source_cannot_send(on_slot_loss: str, source: Source, make_pipeline: MakePipeline, spark: Any) -> None:
     """As a row of more than 1 GB is: what came before is kept, the reason is told, and `resnapshot --all` is the way on."""
     pipeline = make_pipeline(on_slot_loss=on_slot_loss)
@@ -161,6 +163,19 @@ def test_a_change_that_the_source_cannot_send(on_slot_loss: str, source: Source,
     pipeline.resnapshot("public.big")
     assert pipeline.sync().errors == {}
     pipeline.assert_current("public.big", "public.sound")
+
+
+def test_readers_that_share_the_budget_take_rows_that_are_larger_than_their_share(source: Source, make_pipeline: MakePipeline) -> None:
+    pipeline = make_pipeline(memory_budget="2MB", catchup_threshold="1MB", catchup_slots=2)
+    made(source)
+    pipeline.drain()
+    pipeline.snapshot()
+    for number in range(10, 18):
+        source.sql("INSERT INTO big SELECT %s, string_agg(md5(i::text || %s), ''), 1 FROM generate_series(1, 90000) i", number, str(number))
+    assert len(pipeline.drain().windows) > 1
+    assert pipeline.ledger.tables()[_BIG].state == "ready"
+    assert sorted(pl.read_delta(pipeline.lake.raw(_BIG))["id"]) == list(range(10, 18))
+    assert_confirmed(source, pipeline)
 
 
 @pytest.mark.soak
