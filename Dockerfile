@@ -20,7 +20,7 @@ COPY pgwal_pipeline ./pgwal_pipeline
 RUN --mount=type=cache,target=/opt/cache/pip \
     pip install --constraint constraints.txt . 'dagster-postgres>=0.29,<0.30' 'sqlalchemy<2.1'
 # Download Delta's jars now and not in the first run, and record the classes that Spark loads for a quicker start.
-RUN python -m pgwal_pipeline.local.jars && python -m pgwal_pipeline.lake.record_classes && rm -rf /opt/cache/pip
+RUN python -m pgwal_pipeline.spark.jars && python -m pgwal_pipeline.spark.record_classes && rm -rf /opt/cache/pip
 
 FROM base
 RUN useradd --uid 10001 --create-home pgwal \

@@ -18,11 +18,11 @@ install: $(RECORDED) ## .venv with the pipeline, a Postgres, a Java and Delta's 
 # The stamp is written last, so that an interrupted installation is done again.
 $(STAMP): pyproject.toml constraints.txt .ci/install
 	@.ci/install
-	@$(BIN)/python -m pgwal_pipeline.local.jars
+	@$(BIN)/python -m pgwal_pipeline.spark.jars
 	@touch $@
 
 $(RECORDED): $(STAMP)
-	@$(BIN)/python -m pgwal_pipeline.lake.record_classes
+	@$(BIN)/python -m pgwal_pipeline.spark.record_classes
 	@touch $@
 
 demo: install ## embedded Postgres, a live workload, the pipeline and Dagster's UI

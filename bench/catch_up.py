@@ -13,13 +13,13 @@ import psutil
 from bench.drains import make_slot, pg_recvlogical
 from bench.report import Measure, Result
 from bench.source import PUBLICATION, flush_lsn, load, make_database, make_tables, server
-from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import catch_up
 from pgwal_pipeline.pipeline.drain import bootstrap, drain
 from pgwal_pipeline.postgres.connection import plain_session
-from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.lsn import parse_lsn
 
 _READERS = (1, 2, 3)
 _CHANGES_AT_ONCE = 200_000

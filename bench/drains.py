@@ -8,10 +8,10 @@ from pathlib import Path
 
 from bench.report import Measure, Result
 from bench.source import PUBLICATION, flush_lsn, load, make_database, make_tables, server
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline.drain import bootstrap, drain
 from pgwal_pipeline.postgres.connection import plain_session
-from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.settings import Settings
 
 

@@ -57,7 +57,7 @@ def one_transaction(rows: tuple[int, int], rounds: int) -> Result:
 
 def peak_of_drain(environment: Mapping[str, str]) -> float:
     """Run a drain in a new process; return the peak PSS, in bytes, of it and its children together."""
-    program = "from pgwal_pipeline.pipeline.drain import drain; from pgwal_pipeline.progress import Silent; "
+    program = "from pgwal_pipeline.pipeline.drain import drain; from pgwal_pipeline.messages.progress import Silent; "
     program += "from pgwal_pipeline.settings import Settings; drain(Settings.from_environment(), progress=Silent())"
     with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **environment}) as process:
         return peak_pss(process)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from bench.report import Measure, Result
 from bench.source import PUBLICATION, make_database, make_tables, server, values
-from pgwal_pipeline.lake.session import spark_session
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline.drain import bootstrap, drain
 from pgwal_pipeline.pipeline.publish import publish
 from pgwal_pipeline.pipeline.snapshot import snapshot
 from pgwal_pipeline.postgres.connection import plain_session
-from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.spark.session import spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -11,16 +11,16 @@ from pathlib import Path
 from bench.memory import peak_pss
 from bench.report import Measure, Result
 from bench.source import PUBLICATION, make_database, make_tables, server, values
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline.drain import bootstrap
 from pgwal_pipeline.postgres.connection import plain_session
-from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.settings import Settings
 
 _READ = """
 import json, time
 from pgwal_pipeline.pipeline.snapshot import snapshot
-from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.settings import Settings
 began = time.perf_counter()
 report = snapshot(Settings.from_environment(), progress=Silent())

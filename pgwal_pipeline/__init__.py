@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pgwal_pipeline.components.cdc import PostgresCdcComponent
-    from pgwal_pipeline.errors import PgwalError
+    from pgwal_pipeline.messages.errors import PgwalError
 
     __version__: str
 
 __all__ = ["PgwalError", "PostgresCdcComponent", "__version__"]
 
-_MODULES = {"PgwalError": "pgwal_pipeline.errors", "PostgresCdcComponent": "pgwal_pipeline.components.cdc"}
+_MODULES = {"PgwalError": "pgwal_pipeline.messages.errors", "PostgresCdcComponent": "pgwal_pipeline.components.cdc"}
 
 
 def __getattr__(name: str) -> Any:

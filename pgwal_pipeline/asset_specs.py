@@ -9,9 +9,9 @@ import dagster as dg
 
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
-from pgwal_pipeline.printable import code_span, distinct
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.messages.printable import code_span, distinct
+from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
+from pgwal_pipeline.values.relation import TableName
 
 SOURCE, RAW, SNAPSHOT, CURRENT = "source", "raw", "snapshot", "current"
 

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from pgwal_pipeline import interrupts
-from pgwal_pipeline.printable import printable
+from pgwal_pipeline.host import interrupts
+from pgwal_pipeline.messages.printable import printable
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from pgwal_pipeline.pipeline.reports import RunReport
-    from pgwal_pipeline.relation import TableName
     from pgwal_pipeline.settings import Settings
+    from pgwal_pipeline.values.relation import TableName
 
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _INTERRUPTION = "interrupted; what was complete is safe, and the next run goes on from there."
@@ -58,7 +58,7 @@ def _command(function: Callable[..., Any], clean_seconds: float | None = None) -
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        from pgwal_pipeline.errors import PgwalError
+        from pgwal_pipeline.messages.errors import PgwalError
 
         interrupted = _watch_signals(_CLEAN_SECONDS if clean_seconds is None else clean_seconds)
         try:
@@ -162,8 +162,8 @@ def _settings() -> "Settings":
 
 
 def _table_names(names: tuple[str, ...]) -> "list[TableName]":
-    from pgwal_pipeline.errors import SettingError
-    from pgwal_pipeline.relation import TableName
+    from pgwal_pipeline.messages.errors import SettingError
+    from pgwal_pipeline.values.relation import TableName
 
     try:
         return [TableName.parse(name) for name in names]

@@ -17,8 +17,8 @@ from pathlib import Path
 _VARIABLE = "PGWAL_FAILPOINTS"
 
 KINDS = {
-    "LakeError": "pgwal_pipeline.errors",
-    "TransientLakeError": "pgwal_pipeline.errors",
+    "LakeError": "pgwal_pipeline.messages.errors",
+    "TransientLakeError": "pgwal_pipeline.messages.errors",
     "RuntimeError": "builtins",
     "MemoryError": "builtins",
     "PySparkException": "pyspark.errors",

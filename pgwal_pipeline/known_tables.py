@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pgwal_pipeline.relation import PgType, Relation, TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.relation import PgType, Relation, TableName
 
 CONNECT_TIMEOUT = 5  # seconds; a code location must not wait long for a source that is down
 _FORMAT = 1
@@ -132,7 +132,7 @@ def refresh(settings: Settings, places: Mapping[int, TableName] | None = None) -
 
 
 def _placed(tables: Iterable[KnownTable], places: Mapping[int, TableName]) -> tuple[KnownTable, ...]:
-    from pgwal_pipeline.lake.places import free_place
+    from pgwal_pipeline.lake.locations import free_place
 
     found = []
     for known in tables:

@@ -15,20 +15,20 @@ import dagster as dg
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from yaml import YAMLError
 
-from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import REPORT
 from pgwal_pipeline.components.dagster_internals import configure_logging_once
 from pgwal_pipeline.components.processes import process_tags
-from pgwal_pipeline.errors import BlockedByTransaction, PgwalError, SettingError, SlotBusy, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
-from pgwal_pipeline.lsn import window_key
+from pgwal_pipeline.messages import progress
+from pgwal_pipeline.messages.errors import BlockedByTransaction, PgwalError, SettingError, SlotBusy, SourceUnavailable
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline.reports import RunReport
 from pgwal_pipeline.pipeline.status import lag
-from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.lsn import window_key
+from pgwal_pipeline.values.relation import TableName
 
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 _ROUNDS = 3

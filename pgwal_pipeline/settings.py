@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
-from pgwal_pipeline.errors import SettingError
+from pgwal_pipeline.messages.errors import SettingError
 
 PREFIX = "PGWAL_"
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgwal_pipeline.lake.session import spark_session
-from pgwal_pipeline.local.postgres import Installation, Postgres, default_installation, servers
+from pgwal_pipeline.embedded.postgres import Installation, Postgres, default_installation, servers
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.spark.session import spark_session
 from pgwal_pipeline_tests import shared_spark
 from pgwal_pipeline_tests.support import MADE_ONCE, DockerServer, Source, docker_refusal, fresh_source, start_server
 

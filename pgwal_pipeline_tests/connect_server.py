@@ -8,11 +8,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from pgwal_pipeline.errors import PgwalError
-from pgwal_pipeline.lake.session import ensure_jars, launch_environment, spark_conf
-from pgwal_pipeline.local.jars import spark_home
-from pgwal_pipeline.local.process import free_port, port_free, spawn
+from pgwal_pipeline.host.spawn import free_port, port_free, spawn
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.spark.jars import spark_home
+from pgwal_pipeline.spark.session import ensure_jars, launch_environment, spark_conf
 
 _START_SECONDS = 120.0
 

@@ -20,11 +20,11 @@ import upath.implementations.local
 import pgwal_pipeline.cli
 import pgwal_pipeline.defs.executor
 import pgwal_pipeline.lake.compare
-import pgwal_pipeline.lake.session
 import pgwal_pipeline.pipeline.doctor
 import pgwal_pipeline.pipeline.publish
 import pgwal_pipeline.pipeline.verify
 import pgwal_pipeline.runs
+import pgwal_pipeline.spark.session
 
 # None of it is garbage, and looking through it would make each process write to all of these pages.
 gc.freeze()

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from pgwal_pipeline.lake.session import spark_session
-from pgwal_pipeline.local.process import free_port
+from pgwal_pipeline.host.spawn import free_port
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.spark.session import spark_session
 from pgwal_pipeline_tests.support import wait_for
 
 if TYPE_CHECKING:

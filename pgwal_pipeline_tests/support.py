@@ -17,10 +17,10 @@ import psycopg2
 import psycopg2.errors
 from psycopg2.extensions import make_dsn, parse_dsn
 
-from pgwal_pipeline.local.postgres import Installation, Postgres
+from pgwal_pipeline.embedded.postgres import Installation, Postgres
 from pgwal_pipeline.postgres.connection import Connection, plain_session
 from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, read_chunk
-from pgwal_pipeline.relation import Relation
+from pgwal_pipeline.values.relation import Relation
 
 # Fast rather than safe: a test's data need not live through a power cut. Commits still wait for their flush: only flushed WAL is decoded.
 TEST_SETTINGS: Mapping[str, str] = {

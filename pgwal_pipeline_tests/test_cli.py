@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.values.lsn import parse_lsn
 from pgwal_pipeline_tests import children
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.support import Source, wait_for

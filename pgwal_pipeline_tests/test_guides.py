@@ -23,8 +23,8 @@ from pgwal_pipeline.known_tables import _lake_type
 from pgwal_pipeline.pipeline.doctor import Check
 from pgwal_pipeline.pipeline.reports import RunReport, SnapshotReport, TableComparison, WindowReport
 from pgwal_pipeline.pipeline.status import status
-from pgwal_pipeline.relation import PgType, TableName
 from pgwal_pipeline.settings import PREFIX, Settings
+from pgwal_pipeline.values.relation import PgType, TableName
 from pgwal_pipeline_tests.decode.wire import array_of, numeric
 from pgwal_pipeline_tests.guides import ROOT, anchors, broken_links, commands, guides, names, prose, read, section, shown, tables
 

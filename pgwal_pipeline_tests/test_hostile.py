@@ -13,7 +13,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from pgwal_pipeline.relation import TableName, quote_ident
+from pgwal_pipeline.values.relation import TableName, quote_ident
 from pgwal_pipeline_tests.support import Source
 from pgwal_pipeline_tests.test_cli import Commands
 

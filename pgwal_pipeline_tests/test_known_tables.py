@@ -3,11 +3,11 @@ from pathlib import Path
 import pytest
 
 from pgwal_pipeline import known_tables
-from pgwal_pipeline.errors import SettingError, SourceUnavailable
 from pgwal_pipeline.known_tables import KnownColumn, KnownTable
+from pgwal_pipeline.messages.errors import SettingError, SourceUnavailable
 from pgwal_pipeline.postgres.publication import ensure
-from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.support import Source
 
 NOBODY = "postgresql://me:secret@127.0.0.1:1/nowhere"

@@ -10,7 +10,7 @@ import yaml
 
 import pgwal_pipeline
 from pgwal_pipeline.components import PostgresCdcComponent
-from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline_tests.components.projects import project
 from pgwal_pipeline_tests.guides import ROOT, blocks, names, read, tables
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pgwal_pipeline import runs
-from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.settings import Settings
 
 

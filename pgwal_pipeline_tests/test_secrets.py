@@ -14,7 +14,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline_tests.test_cli import Commands
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from pgwal_pipeline.cli import main
-from pgwal_pipeline.errors import SettingError
+from pgwal_pipeline.messages.errors import SettingError
 from pgwal_pipeline.pipeline.doctor import examine
 from pgwal_pipeline.settings import Settings
 

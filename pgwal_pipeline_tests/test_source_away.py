@@ -8,7 +8,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.values.lsn import parse_lsn
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.proxy import Proxy, proxied, tcp
 from pgwal_pipeline_tests.support import Source, wait_for

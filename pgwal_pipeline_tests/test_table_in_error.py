@@ -11,11 +11,11 @@ import pytest
 from dagster._core.scheduler.instigation import TickStatus
 
 from pgwal_pipeline.asset_specs import FOLLOWED_CHECK, AssetNames
+from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lake.records import replace
-from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.components.ticks import sensor_daemon
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.support import Source, fresh_source

@@ -16,9 +16,9 @@ from pgwal_pipeline.components.jobs import build_jobs
 from pgwal_pipeline.components.resources import DSN_VARIABLE, LakeSpark, ReplicationSlot, settings_for, settings_without_source
 from pgwal_pipeline.components.sensors import build_lag_sensor, build_new_table_sensor, build_schedules
 from pgwal_pipeline.components.source import CdcSource
-from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.settings import Settings
 
 _log = logging.getLogger("dagster.pgwal_pipeline")

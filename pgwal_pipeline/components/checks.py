@@ -7,17 +7,17 @@ from typing import Any
 
 import dagster as dg
 
-from pgwal_pipeline import progress
-from pgwal_pipeline.amounts import duration
 from pgwal_pipeline.asset_specs import EQUALS_SOURCE_CHECK, HEALTH_CHECK
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.raw import report_windows
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of
 from pgwal_pipeline.components.steps import Step
-from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.messages import progress
+from pgwal_pipeline.messages.amounts import duration
 from pgwal_pipeline.pipeline.reports import LagReading, TableComparison, VerifyReport, publish_json
-from pgwal_pipeline.relation import TableName
-from pgwal_pipeline.slot_loss import LEAST_NOTICE, seconds_to_loss
+from pgwal_pipeline.postgres.slot_loss import LEAST_NOTICE, seconds_to_loss
+from pgwal_pipeline.values.lsn import format_lsn
+from pgwal_pipeline.values.relation import TableName
 
 _RATE_SECONDS = 1.0  # how long the check measures the source's WAL rate
 

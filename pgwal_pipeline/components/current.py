@@ -6,16 +6,16 @@ from typing import Any
 
 import dagster as dg
 
-from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import FOLLOWED_CHECK
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of
 from pgwal_pipeline.components.steps import Result, Step
-from pgwal_pipeline.errors import LakeError
-from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.messages import progress
+from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish, publish_json
-from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.lsn import format_lsn
+from pgwal_pipeline.values.relation import TableName
 
 _VERSION = "pgwal/delta_version"
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import dagster as dg
 
 from pgwal_pipeline.components.processes import process_tags
-from pgwal_pipeline.errors import PgwalError, SlotBusy
+from pgwal_pipeline.messages.errors import PgwalError, SlotBusy
 
 RETRIES = 2
 """How often a step is retried: enough for a source that is away for a moment. For a longer outage the sensors request new runs."""

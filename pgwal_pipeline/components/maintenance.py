@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 import dagster as dg
 
-from pgwal_pipeline import progress
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.requests import ENDED
 from pgwal_pipeline.components.source import SLOT_TAG, SNAPSHOT_TAG, CdcSource, StepContext, observe_slot, session_of, slot_of
+from pgwal_pipeline.messages import progress
 
 _DELETED_AT_ONCE = 200
 

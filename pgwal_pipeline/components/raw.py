@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from pgwal_pipeline import progress
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.requests import LOOK, Look
 from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, slot_of
 from pgwal_pipeline.components.steps import Step
-from pgwal_pipeline.lsn import format_lsn, parse_window_key
+from pgwal_pipeline.messages import progress
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.lsn import format_lsn, parse_window_key
+from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
     from pgwal_pipeline.components.resources import ReplicationSlot

@@ -8,9 +8,9 @@ from typing import Literal
 import dagster as dg
 
 from pgwal_pipeline.components.processes import end_dead_runs
-from pgwal_pipeline.lsn import parse_window_key, window_key
 from pgwal_pipeline.pipeline.reports import LagReading
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.lsn import parse_window_key, window_key
 
 LOOK = "pgwal/look"
 """The metadata entry of the slot's observations in which a drain records what it saw of the source before it read the slot."""

@@ -8,10 +8,10 @@ import dagster as dg
 from dagster_pyspark import LazyPySparkResource
 from pydantic import Field
 
-from pgwal_pipeline.errors import SettingError
-from pgwal_pipeline.progress import Progress
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.messages.errors import SettingError
+from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.settings import PREFIX, Settings
+from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -107,7 +107,7 @@ class LakeSpark(LazyPySparkResource):
     def session(self, say: Callable[[str], None] = lambda _: None) -> "SparkSession":
         """Return the session; start it if need be. `say` gets a line when that takes long, as when jars are first downloaded."""
         if self._spark_session is None:
-            from pgwal_pipeline.lake.session import spark_session
+            from pgwal_pipeline.spark.session import spark_session
 
             settings = settings_without_source(self.overrides)
             more = {name: str(value) for name, value in self.spark_config.items()}

@@ -13,8 +13,8 @@ from pgwal_pipeline.components.jobs import Jobs
 from pgwal_pipeline.components.processes import end_dead_runs
 from pgwal_pipeline.components.requests import Look, busy, look_again, look_of_last_drain, pausing, what_is_due, window_to_drain
 from pgwal_pipeline.components.source import SLOT_TAG, SNAPSHOT_TAG, CdcSource
-from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.pipeline.reports import LagReading
+from pgwal_pipeline.values.lsn import window_key
 
 if TYPE_CHECKING:
     from pgwal_pipeline.components.resources import ReplicationSlot

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from pgwal_pipeline import progress
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, slot_of
 from pgwal_pipeline.components.steps import Step
+from pgwal_pipeline.messages import progress
 from pgwal_pipeline.pipeline.reports import SnapshotReport, SnapshotsReport
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 
 
 def build_snapshots(source: CdcSource) -> Step:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from pgwal_pipeline import progress
 from pgwal_pipeline.asset_specs import REPORT, AssetNames, AssetSpecs
-from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.known_tables import KnownTable, refresh
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.messages import progress
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

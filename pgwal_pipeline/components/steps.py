@@ -12,7 +12,7 @@ from typing import Any
 import dagster as dg
 
 from pgwal_pipeline.components.source import CdcSource, StepContext, op_safe, stand_ins
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 
 Result = dg.MaterializeResult | dg.AssetCheckResult
 

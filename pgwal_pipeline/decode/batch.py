@@ -12,9 +12,9 @@ from pgwal_pipeline.decode.pgoutput import RelationMessage, parse_logical, parse
 from pgwal_pipeline.decode.ragged import UnreadableError
 from pgwal_pipeline.decode.relations import Describe, KnownRelations, Layout
 from pgwal_pipeline.decode.route import LOGICAL, MARKS, ORIGIN, RELATION, TYPE, OpenTransaction, Route, route
-from pgwal_pipeline.errors import DecodeError, TableWorkFailed, row_too_large
-from pgwal_pipeline.relation import Relation
-from pgwal_pipeline.xid import TransactionMark
+from pgwal_pipeline.messages.errors import DecodeError, TableWorkFailed, row_too_large
+from pgwal_pipeline.values.relation import Relation
+from pgwal_pipeline.values.xid import TransactionMark
 
 __all__ = ["OPS", "Decoded", "Decoder", "TableChanges", "decode_copy"]
 

@@ -16,7 +16,7 @@ from pgwal_pipeline.decode import arrays
 from pgwal_pipeline.decode.ragged import Ragged, UnreadableError, assemble, offsets_of
 from pgwal_pipeline.decode.types import Target, target_of
 from pgwal_pipeline.decode.vectors import Mask
-from pgwal_pipeline.relation import PgType
+from pgwal_pipeline.values.relation import PgType
 
 _DATE = r"\A(-?infinity|[0-9]{4,7}-[0-9]{2}-[0-9]{2}( BC)?)\z"
 _TIMESTAMP = r"\A(-?infinity|[0-9]{4,6}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?( BC)?)\z"

@@ -15,8 +15,8 @@ from pgwal_pipeline.decode.route import DELETE, INSERT, UPDATE, Route
 from pgwal_pipeline.decode.tuples import SENT, Fields, check_kinds, fill_unchanged, walk
 from pgwal_pipeline.decode.types import TEXT_TYPE, UNCHANGED_TYPE
 from pgwal_pipeline.decode.vectors import Bytes, Ints, Mask
-from pgwal_pipeline.errors import DecodeError
-from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.messages.errors import DecodeError
+from pgwal_pipeline.values.relation import Relation, TableName
 
 OPS = b"IUDTK"
 """The operations of a row, as bytes: insert, update, delete, truncate, and the old key of an update that changed it."""

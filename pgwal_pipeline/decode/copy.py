@@ -15,8 +15,8 @@ from pgwal_pipeline.decode.ragged import UnreadableError
 from pgwal_pipeline.decode.tuples import NULL, SENT, Fields
 from pgwal_pipeline.decode.types import TEXT_TYPE, binary_target_of, copy_schema, target_of
 from pgwal_pipeline.decode.vectors import Ints
-from pgwal_pipeline.errors import DecodeError
-from pgwal_pipeline.relation import Relation
+from pgwal_pipeline.messages.errors import DecodeError
+from pgwal_pipeline.values.relation import Relation
 
 _SIGNATURE = b"PGCOPY\n\xff\r\n\0"
 _HEADER = len(_SIGNATURE) + 8  # 4 bytes of flags, and 4 with the length of the header extension

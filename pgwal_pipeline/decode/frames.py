@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from pgwal_pipeline.decode.vectors import Bytes, Ints
-from pgwal_pipeline.errors import DecodeError
-from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.messages.errors import DecodeError
+from pgwal_pipeline.values.lsn import format_lsn
 
 PORTION = 64 << 20
 """Most bytes of one buffer, unless a single string has more; what is known of each field takes ten times the room of a null."""

@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass
 from typing import cast, get_args
 
-from pgwal_pipeline.relation import ReplicaIdentity
+from pgwal_pipeline.values.relation import ReplicaIdentity
 
 
 @dataclass(frozen=True, slots=True)

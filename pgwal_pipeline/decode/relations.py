@@ -11,8 +11,8 @@ from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.decode.ragged import UnreadableError
 from pgwal_pipeline.decode.types import Target, change_schema, target_of
 from pgwal_pipeline.decode.vectors import Ints
-from pgwal_pipeline.errors import TableWorkFailed
-from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.messages.errors import TableWorkFailed
+from pgwal_pipeline.values.relation import Relation, TableName
 
 Describe = Callable[[RelationMessage], Relation | None]
 """Returns the definition of the table that a Relation message describes; None for a table whose changes are not wanted."""

@@ -8,7 +8,7 @@ import numpy as np
 from pgwal_pipeline.decode.frames import Frames
 from pgwal_pipeline.decode.pgoutput import TruncateMessage, parse_truncate
 from pgwal_pipeline.decode.vectors import Bytes, Ints, Mask
-from pgwal_pipeline.xid import TransactionMark
+from pgwal_pipeline.values.xid import TransactionMark
 
 BEGIN, COMMIT, INSERT, UPDATE, DELETE, TRUNCATE, RELATION, TYPE, ORIGIN, LOGICAL = b"BCIUDTRYOM"
 

@@ -5,8 +5,8 @@ from functools import lru_cache
 
 import pyarrow as pa
 
-from pgwal_pipeline.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, XID
-from pgwal_pipeline.relation import PgType, Relation
+from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, XID
+from pgwal_pipeline.values.relation import PgType, Relation
 
 UNCHANGED_TYPE = pa.list_(pa.string())
 TEXT_TYPE = pa.map_(pa.string(), pa.string())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.postgres.connection import plain_session
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pgwal_pipeline.demo.processes import Program
-from pgwal_pipeline.errors import PgwalError
-from pgwal_pipeline.local.process import free_port, port_free
+from pgwal_pipeline.host.spawn import free_port, port_free
+from pgwal_pipeline.messages.errors import PgwalError
 
 _START_SECONDS = 180.0
 _ACTIVE = ("QUEUED", "NOT_STARTED", "STARTING", "STARTED", "CANCELING")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from pgwal_pipeline.errors import PgwalError
-from pgwal_pipeline.local.process import spawn
+from pgwal_pipeline.host.spawn import spawn
+from pgwal_pipeline.messages.errors import PgwalError
 
 _MARK = "PGWAL_DEMO_FOLDER"
 _LOG_LIMIT = 16 << 20  # bytes; a larger log is deleted at the next start

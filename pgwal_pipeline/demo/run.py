@@ -19,14 +19,14 @@ from typing import Any
 
 import click
 
-from pgwal_pipeline import interrupts
 from pgwal_pipeline.demo.dagster_ui import DagsterUi, is_free, next_free_port
 from pgwal_pipeline.demo.invariants import INVARIANTS, TABLES, broken_in_lake
 from pgwal_pipeline.demo.processes import end_marked, end_programs, mark
 from pgwal_pipeline.demo.shop import is_seeded, seed
 from pgwal_pipeline.demo.workload import Workload
-from pgwal_pipeline.errors import LakeError, PgwalError
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.host import interrupts
+from pgwal_pipeline.messages.errors import LakeError, PgwalError
 from pgwal_pipeline.pipeline.as_of import find_publish
 from pgwal_pipeline.pipeline.status import lag
 from pgwal_pipeline.postgres.connection import plain_session

@@ -11,8 +11,8 @@ from pyspark.sql.types import StructType
 
 from pgwal_pipeline.lake.columns import exact_row, literal, quote
 from pgwal_pipeline.lake.fold import Shape
-from pgwal_pipeline.own_columns import COMMIT_LSN, OP, TEXT
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.own_columns import COMMIT_LSN, OP, TEXT
+from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

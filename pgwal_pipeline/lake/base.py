@@ -14,12 +14,12 @@ import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import IntegerType, LongType, MapType, StringType, StructField, StructType
 
-from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake import bag, fold
 from pgwal_pipeline.lake.columns import key_parts, null_of, quote
 from pgwal_pipeline.lake.files import no_rows
 from pgwal_pipeline.lake.fold import AT_LSN, AT_ORDINAL, BEFORE_ALL, NO_NAMES, PLACE, ChunkSnapshot, Shape, Traits, Truncate
-from pgwal_pipeline.own_columns import CHUNK, COMMIT_LSN, OP, TEXT, UNCHANGED, XID
+from pgwal_pipeline.messages.errors import TableError
+from pgwal_pipeline.values.own_columns import CHUNK, COMMIT_LSN, OP, TEXT, UNCHANGED, XID
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

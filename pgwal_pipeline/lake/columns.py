@@ -20,7 +20,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from pgwal_pipeline.own_columns import TEXT
+from pgwal_pipeline.values.own_columns import TEXT
 
 
 def quote(name: str, alias: str = "") -> str:

@@ -13,14 +13,14 @@ from deltalake import write_deltalake
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
-from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.bag import with_texts
 from pgwal_pipeline.lake.columns import exact_row, key_parts, same_types
 from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.isolation import conf_for, failures, isolated
 from pgwal_pipeline.lake.layout import filesystem, storage_options
 from pgwal_pipeline.lake.standing import written_rows
-from pgwal_pipeline.own_columns import TEXT
+from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.values.own_columns import TEXT
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from pyspark.sql.types import IntegerType, LongType, ShortType, StructType
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import LakeError, TableError
 from pgwal_pipeline.lake import bag, base, files, fold, statements
 from pgwal_pipeline.lake.columns import null_of, quote, same_types
 from pgwal_pipeline.lake.files import Files
@@ -33,9 +32,10 @@ from pgwal_pipeline.lake.standing import (
     watermark,
     written_rows,
 )
-from pgwal_pipeline.lsn import format_lsn
-from pgwal_pipeline.own_columns import COMMIT_LSN, TEXT
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.messages.errors import LakeError, TableError
+from pgwal_pipeline.values.lsn import format_lsn
+from pgwal_pipeline.values.own_columns import COMMIT_LSN, TEXT
+from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

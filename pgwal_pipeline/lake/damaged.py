@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 from deltalake import DeltaTable
 
-from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.delta import lake_errors, open_table
 from pgwal_pipeline.lake.layout import Lake, Layer, filesystem, remove_file, storage_options
 from pgwal_pipeline.lake.standing import FENCE
-from pgwal_pipeline.own_columns import GENERATION, WINDOW
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.values.own_columns import GENERATION, WINDOW
+from pgwal_pipeline.values.relation import TableName
 
 _OURS: Mapping[Layer, Callable[[DeltaTable], bool]] = {
     "raw": lambda table: WINDOW in table.metadata().partition_columns,

@@ -12,9 +12,9 @@ from deltalake import CommitProperties, DeltaTable, Field, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
-from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.layout import Lake, storage_options
 from pgwal_pipeline.lake.parquet import flush, make_folder
+from pgwal_pipeline.messages.errors import LakeError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import LakeError, PgwalError, TableError
 from pgwal_pipeline.lake.layout import Lake, filesystem, remove_file, require_writable
-from pgwal_pipeline.printable import printable
+from pgwal_pipeline.messages.errors import LakeError, PgwalError, TableError
+from pgwal_pipeline.messages.printable import printable
 
 STAGES = {
     "describe": "its definition could not be read",

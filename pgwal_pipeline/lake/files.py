@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from pyspark.sql.types import DataType, StructType
 
-from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.columns import literal, null_of, quote
 from pgwal_pipeline.lake.standing import open_current
-from pgwal_pipeline.lsn import window_key
-from pgwal_pipeline.own_columns import GENERATION, WINDOW
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.values.lsn import window_key
+from pgwal_pipeline.values.own_columns import GENERATION, WINDOW
+from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -35,12 +35,12 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake.columns import key_parts, literal, null_of, quote, same_types, text_of
 from pgwal_pipeline.lake.schema import names_in_raw
-from pgwal_pipeline.own_columns import COMMIT_LSN, OP, ORDINAL, TEXT, UNCHANGED, XID
-from pgwal_pipeline.relation import TableName
-from pgwal_pipeline.xid import Snapshot
+from pgwal_pipeline.messages.errors import TableError
+from pgwal_pipeline.values.own_columns import COMMIT_LSN, OP, ORDINAL, TEXT, UNCHANGED, XID
+from pgwal_pipeline.values.relation import TableName
+from pgwal_pipeline.values.xid import Snapshot
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from pgwal_pipeline.errors import LakeError, TableError
 from pgwal_pipeline.lake import bag, fold
 from pgwal_pipeline.lake.columns import source_text
 from pgwal_pipeline.lake.delta import passing
 from pgwal_pipeline.lake.fold import Shape, Unresolved
-from pgwal_pipeline.lake.spark_internals import cloned, java_trace
+from pgwal_pipeline.messages.errors import LakeError, TableError
+from pgwal_pipeline.spark.internals import cloned, java_trace
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import pyarrow.fs as pafs
 from deltalake.fs import DeltaStorageHandler
 
-from pgwal_pipeline.errors import LakeError
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.values.relation import TableName
 
 Layer = Literal["raw", "snapshot", "current"]
 

@@ -12,15 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
-from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake import rows as as_rows
 from pgwal_pipeline.lake.delta import lake_errors
-from pgwal_pipeline.lake.facts import Read
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.log import SEQUENCE, RowLog
 from pgwal_pipeline.lake.records import Chunk, Plan, Publish, Source, TablePointer, TableState, Window
-from pgwal_pipeline.lsn import format_lsn
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.lake.stream_facts import Read
+from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.values.lsn import format_lsn
+from pgwal_pipeline.values.relation import TableName
 
 __all__ = ["LOGS", "Chunk", "Ledger", "Plan", "Publish", "Read", "Source", "TablePointer", "TableState", "Window"]
 

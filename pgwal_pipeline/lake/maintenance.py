@@ -12,16 +12,16 @@ import pyarrow.compute as pc
 from deltalake import DeltaTable, WriterProperties
 from deltalake.exceptions import CommitFailedError
 
-from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake.delta import ATTEMPTS, crowded, lake_errors, open_table
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake, stored
 from pgwal_pipeline.lake.ledger import LOGS, Ledger
 from pgwal_pipeline.lake.records import TableState, Window
 from pgwal_pipeline.lake.snapshots import generations, remove_generations
-from pgwal_pipeline.lsn import window_key
-from pgwal_pipeline.own_columns import GENERATION, WINDOW
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.messages.errors import TableError
+from pgwal_pipeline.values.lsn import window_key
+from pgwal_pipeline.values.own_columns import GENERATION, WINDOW
+from pgwal_pipeline.values.relation import TableName
 
 _FILE_BYTES = 128 << 20  # files that reach this are not joined with others
 _READERS = timedelta(days=1)  # how long somebody may go on reading a version that is not the newest

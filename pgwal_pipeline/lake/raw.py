@@ -22,7 +22,6 @@ from deltalake import DeltaTable, Schema, Transaction
 from deltalake.exceptions import CommitFailedError
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import FileGone, TableError
 from pgwal_pipeline.lake.delta import (
     ATTEMPTS,
     Clash,
@@ -36,13 +35,14 @@ from pgwal_pipeline.lake.delta import (
 )
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake, filesystem
+from pgwal_pipeline.lake.locations import Places
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, move, new_file_name, plain_schema, plain_tables
-from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lake.records import FileWrite, TableWrite
 from pgwal_pipeline.lake.schema import changed_type, check_columns, check_old_keys, fitted, partitioned_schema
-from pgwal_pipeline.lsn import parse_window_key
-from pgwal_pipeline.own_columns import COMMIT_LSN, OP, WINDOW
-from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.messages.errors import FileGone, TableError
+from pgwal_pipeline.values.lsn import parse_window_key
+from pgwal_pipeline.values.own_columns import COMMIT_LSN, OP, WINDOW
+from pgwal_pipeline.values.relation import Relation, TableName
 
 __all__ = [
     "Changes",

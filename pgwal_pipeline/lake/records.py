@@ -10,9 +10,9 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any, Literal
 
-from pgwal_pipeline.relation import Column, PgType, Relation, TableName
-from pgwal_pipeline.storage import Storage
-from pgwal_pipeline.xid import TransactionMark
+from pgwal_pipeline.values.relation import Column, PgType, Relation, TableName
+from pgwal_pipeline.values.storage import Storage
+from pgwal_pipeline.values.xid import TransactionMark
 
 WindowState = Literal["prepared", "complete", "pruned"]
 State = Literal["pending", "snapshotting", "ready", "skipped", "gone", "error", "renamed"]

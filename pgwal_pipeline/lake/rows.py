@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pgwal_pipeline.lake.facts import Read, StreamFacts
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.records import (
     Chunk,
@@ -23,9 +22,10 @@ from pgwal_pipeline.lake.records import (
     relation_from_json,
     relation_to_json,
 )
-from pgwal_pipeline.relation import TableName
-from pgwal_pipeline.storage import Storage
-from pgwal_pipeline.xid import TransactionMark
+from pgwal_pipeline.lake.stream_facts import Read, StreamFacts
+from pgwal_pipeline.values.relation import TableName
+from pgwal_pipeline.values.storage import Storage
+from pgwal_pipeline.values.xid import TransactionMark
 
 _MOMENT = pa.timestamp("us", "UTC")
 _FILE = pa.struct([("path", pa.string()), ("size", pa.int64()), ("rows", pa.int64()), ("stats", pa.string())])

@@ -10,11 +10,11 @@ import pyarrow.compute as pc
 from deltalake import Field, Schema
 from deltalake.schema import PrimitiveType
 
-from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake.delta import Clash
 from pgwal_pipeline.lake.parquet import plain_schema
-from pgwal_pipeline.own_columns import OP, RESERVED, TEXT
-from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.messages.errors import TableError
+from pgwal_pipeline.values.own_columns import OP, RESERVED, TEXT
+from pgwal_pipeline.values.relation import Relation, TableName
 
 _INNER = re.compile(
     r"__delta_internal_.*|_tmp_metadata_row_index|_condition_|_file_name_|_row_dropped_|_row_id_|_(source|target)_row_present_"

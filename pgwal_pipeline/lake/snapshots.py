@@ -18,8 +18,8 @@ from pgwal_pipeline.lake.layout import Lake, storage_options
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, new_file_name, plain_schema, plain_tables
 from pgwal_pipeline.lake.records import FileWrite
 from pgwal_pipeline.lake.schema import changed_type, check_columns, fitted, partitioned_schema
-from pgwal_pipeline.own_columns import CHUNK, GENERATION
-from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.values.own_columns import CHUNK, GENERATION
+from pgwal_pipeline.values.relation import Relation, TableName
 
 _CONFIGURATION = {
     "delta.dataSkippingStatsColumns": CHUNK,

@@ -7,7 +7,7 @@ from pyspark.sql.types import StructType
 from pgwal_pipeline.lake import bag, fold
 from pgwal_pipeline.lake.columns import key_parts, literal, quote
 from pgwal_pipeline.lake.fold import GONE, KEPT, Shape
-from pgwal_pipeline.own_columns import COMMIT_LSN, TEXT
+from pgwal_pipeline.values.own_columns import COMMIT_LSN, TEXT
 
 _NO_TEXT = "cast(map() AS map<string, string>)"
 

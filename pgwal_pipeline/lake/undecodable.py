@@ -3,7 +3,7 @@
 from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.parquet import make_folder
-from pgwal_pipeline.lsn import window_key
+from pgwal_pipeline.values.lsn import window_key
 
 _FOLDER = "_pgwal/undecodable"
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from pgwal_pipeline.errors import LakeError, SettingError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Publish
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.messages.errors import LakeError, SettingError
 from pgwal_pipeline.pipeline.status import publish_report
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.lsn import parse_lsn
 
 
 def find_publish(settings: Settings, when: str = "latest") -> dict[str, Any]:

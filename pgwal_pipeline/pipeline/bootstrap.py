@@ -4,21 +4,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import ChangeNotSent, FileGone, LakeError, PublicationMissing, SlotLost
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Source, Window
-from pgwal_pipeline.lsn import format_lsn, window_key
-from pgwal_pipeline.pipeline import history
-from pgwal_pipeline.pipeline.changes import Look
-from pgwal_pipeline.pipeline.counting import recover, slot_stream
-from pgwal_pipeline.pipeline.looks import looks, record_tables
+from pgwal_pipeline.messages.errors import ChangeNotSent, FileGone, LakeError, PublicationMissing, SlotLost
+from pgwal_pipeline.pipeline import same_source as history
+from pgwal_pipeline.pipeline.alterations import Look
+from pgwal_pipeline.pipeline.table_review import looks, record_tables
+from pgwal_pipeline.pipeline.window_commit import recover, slot_stream
 from pgwal_pipeline.postgres import catalog, publication, slot
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.slot import SlotState
 from pgwal_pipeline.postgres.standbys import HeldBack
 from pgwal_pipeline.postgres.timeline import left_at
-from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.lsn import format_lsn, window_key
+from pgwal_pipeline.values.relation import TableName
 
 _NEVER, _NOT_SENT = -1, -2  # oids of no publication: the stream met a time without it, or a change that the source cannot send
 

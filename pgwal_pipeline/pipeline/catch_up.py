@@ -14,22 +14,22 @@ from pathlib import Path
 from deltalake import Schema
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.amounts import duration
-from pgwal_pipeline.errors import SourceRefused, SourceUnavailable
-from pgwal_pipeline.lake.facts import StreamFacts
 from pgwal_pipeline.lake.fitting import first_misfit
 from pgwal_pipeline.lake.ledger import Plan, Read, Window
-from pgwal_pipeline.lsn import format_lsn, window_key
+from pgwal_pipeline.lake.stream_facts import StreamFacts
+from pgwal_pipeline.messages.amounts import duration
+from pgwal_pipeline.messages.errors import SourceRefused, SourceUnavailable
+from pgwal_pipeline.pipeline.alterations import Look
 from pgwal_pipeline.pipeline.catch_up_process import CatchUpProcess
-from pgwal_pipeline.pipeline.changes import Look
-from pgwal_pipeline.pipeline.counting import Pass, count, open_stream, read_ahead, review
+from pgwal_pipeline.pipeline.window_commit import Pass, count, open_stream, read_ahead, review
 from pgwal_pipeline.postgres import copies
 from pgwal_pipeline.postgres.copies import Room, SlotCopy
 from pgwal_pipeline.postgres.dsn import on_this_machine
+from pgwal_pipeline.postgres.slot_loss import seconds_to_loss
 from pgwal_pipeline.postgres.stream import ReplicationStream
-from pgwal_pipeline.relation import TableName
-from pgwal_pipeline.slot_loss import seconds_to_loss
-from pgwal_pipeline.xid import Snapshot
+from pgwal_pipeline.values.lsn import format_lsn, window_key
+from pgwal_pipeline.values.relation import TableName
+from pgwal_pipeline.values.xid import Snapshot
 
 _LEAST_WINDOW = 256 << 10  # bytes of WAL; less is not worth a process
 _LEAST_BUDGET = 1 << 20  # bytes

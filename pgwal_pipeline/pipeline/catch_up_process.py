@@ -8,8 +8,8 @@ import threading
 from types import TracebackType
 from typing import Any, Self
 
-from pgwal_pipeline.errors import PgwalError, SourceRefused, error_from_json
-from pgwal_pipeline.progress import Progress
+from pgwal_pipeline.messages.errors import PgwalError, SourceRefused, error_from_json
+from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.settings import PREFIX, Settings
 
 _PROGRAM = "pgwal_pipeline.pipeline.catch_up_worker"

@@ -18,14 +18,14 @@ from types import FrameType
 from typing import Any, TextIO
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import error_to_json
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
-from pgwal_pipeline.lsn import format_lsn
-from pgwal_pipeline.pipeline.counting import read_ahead
+from pgwal_pipeline.messages.errors import error_to_json
+from pgwal_pipeline.pipeline.window_commit import read_ahead
 from pgwal_pipeline.postgres.copies import SlotCopy
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.lsn import format_lsn
 
 _SHOWN_EVERY = 0.5  # seconds between two words on how far it is
 _LAST_WORDS = 5.0  # seconds to take its files away

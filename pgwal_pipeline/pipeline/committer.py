@@ -9,14 +9,14 @@ from types import TracebackType
 from typing import Self
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SourceUnavailable
 from pgwal_pipeline.lake.ledger import Window
-from pgwal_pipeline.pipeline.changes import Look
-from pgwal_pipeline.pipeline.counting import Pass, count, review, window_of
+from pgwal_pipeline.messages.errors import SourceUnavailable
+from pgwal_pipeline.pipeline.alterations import Look
 from pgwal_pipeline.pipeline.tally import WindowRead
 from pgwal_pipeline.pipeline.window import StreamBroke
-from pgwal_pipeline.relation import TableName
-from pgwal_pipeline.xid import Snapshot
+from pgwal_pipeline.pipeline.window_commit import Pass, count, review, window_of
+from pgwal_pipeline.values.relation import TableName
+from pgwal_pipeline.values.xid import Snapshot
 
 
 class Committer:

@@ -6,16 +6,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pgwal_pipeline.errors import PgwalError, SettingError, SlotLost
 from pgwal_pipeline.lake.layout import Lake, require_writable
 from pgwal_pipeline.lake.ledger import Ledger
-from pgwal_pipeline.lake.session import reach
-from pgwal_pipeline.local.java import ensure_java
-from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.messages.errors import PgwalError, SettingError, SlotLost
 from pgwal_pipeline.pipeline.bootstrap import require_agreement
 from pgwal_pipeline.postgres import health
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.spark.java import ensure_java
+from pgwal_pipeline.spark.session import reach
+from pgwal_pipeline.values.lsn import format_lsn
 
 
 @dataclass(frozen=True)

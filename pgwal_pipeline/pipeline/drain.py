@@ -8,28 +8,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import ChangeNotSent, FileGone, PublicationMissing, SlotLost, SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Plan, Window
-from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.messages.errors import ChangeNotSent, FileGone, PublicationMissing, SlotLost, SourceUnavailable
+from pgwal_pipeline.messages.progress import Noted, Progress
 from pgwal_pipeline.pipeline import bootstrap as bootstraps
 from pgwal_pipeline.pipeline import catch_up
+from pgwal_pipeline.pipeline.alterations import Look
 from pgwal_pipeline.pipeline.bootstrap import Attached, attach, note_gap
 from pgwal_pipeline.pipeline.catch_up import Pace, falling_behind
-from pgwal_pipeline.pipeline.changes import Look
 from pgwal_pipeline.pipeline.committer import Committer
-from pgwal_pipeline.pipeline.counting import Pass, keep_what_came, open_stream, read_from, recover
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
 from pgwal_pipeline.pipeline.tally import WindowRead
 from pgwal_pipeline.pipeline.window import Portions, StreamBroke
+from pgwal_pipeline.pipeline.window_commit import Pass, keep_what_came, open_stream, read_from, recover
 from pgwal_pipeline.postgres import catalog, slot, slot_state
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream
-from pgwal_pipeline.progress import Noted, Progress
-from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline.xid import Snapshot
+from pgwal_pipeline.values.lsn import format_lsn
+from pgwal_pipeline.values.relation import TableName
+from pgwal_pipeline.values.xid import Snapshot
 
 _CONFIRM_TIMEOUT = 10.0  # seconds for the server to take a confirmation
 _PATIENCE = 60.0  # seconds without getting any further after which a drain gives a source up that has gone away

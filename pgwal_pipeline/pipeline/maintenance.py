@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from pgwal_pipeline.errors import LakeError, PgwalError, SlotBusy, TableError
 from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake import maintenance as lakes
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
+from pgwal_pipeline.messages.errors import LakeError, PgwalError, SlotBusy, TableError
+from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.pipeline.publish import alone
-from pgwal_pipeline.progress import Progress
 from pgwal_pipeline.settings import Settings
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.types import change_schema, copy_schema
-from pgwal_pipeline.errors import LakeError, SettingError, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake.current import MergeRequest, MergeResult, ReplaceRequest, Unresolved
 from pgwal_pipeline.lake.faults import table_work
@@ -20,13 +19,14 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, Publish, TablePointer, TableState, Window
 from pgwal_pipeline.lake.raw import TableWrite, ensure_raw_table
 from pgwal_pipeline.lake.schema import schema_json
-from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.messages.errors import LakeError, SettingError, SourceRefused, SourceUnavailable, TableError
+from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish
 from pgwal_pipeline.postgres import slot
-from pgwal_pipeline.progress import Progress
-from pgwal_pipeline.relation import Relation, TableName
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline.xid import Snapshot
+from pgwal_pipeline.values.lsn import format_lsn
+from pgwal_pipeline.values.relation import Relation, TableName
+from pgwal_pipeline.values.xid import Snapshot
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from pgwal_pipeline.lsn import format_lsn
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.lsn import format_lsn
+from pgwal_pipeline.values.relation import TableName
 
 STAGES: tuple[str, ...] = ("drain", "decode", "write", "snapshot", "session", "publish")
 """The stages that are timed, in the order in which they stand in JSON."""

@@ -3,13 +3,13 @@
 import time
 from dataclasses import dataclass
 
-from pgwal_pipeline.amounts import duration
-from pgwal_pipeline.errors import SlotLost
+from pgwal_pipeline.messages.amounts import duration
+from pgwal_pipeline.messages.errors import SlotLost
+from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.slot import SlotState
-from pgwal_pipeline.progress import Progress
-from pgwal_pipeline.slot_loss import seconds_to_loss
+from pgwal_pipeline.postgres.slot_loss import seconds_to_loss
 
 _LOOK_EVERY = 2.0  # seconds
 _WARN_AT = 0.5  # of the WAL that may be kept

@@ -16,9 +16,8 @@ from datetime import UTC, datetime
 import pyarrow as pa
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.amounts import size
 from pgwal_pipeline.decode.types import change_schema, copy_schema
-from pgwal_pipeline.errors import BlockedByTransaction, SourceRefused, SourceUnavailable, TableError
+from pgwal_pipeline.host.memory import give_back
 from pgwal_pipeline.lake.damaged import heal, raw_is_whole
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
@@ -27,19 +26,20 @@ from pgwal_pipeline.lake.raw import ensure_raw_table
 from pgwal_pipeline.lake.records import pause_after
 from pgwal_pipeline.lake.schema import check_columns
 from pgwal_pipeline.lake.snapshots import SnapshotWriter
-from pgwal_pipeline.memory import give_back
+from pgwal_pipeline.messages.amounts import size
+from pgwal_pipeline.messages.errors import BlockedByTransaction, SourceRefused, SourceUnavailable, TableError
+from pgwal_pipeline.messages.progress import Noted, Progress
 from pgwal_pipeline.pipeline.drain import bootstrap
-from pgwal_pipeline.pipeline.looks import next_xid
 from pgwal_pipeline.pipeline.reports import SnapshotReport, SnapshotsReport
 from pgwal_pipeline.pipeline.slot_watch import SlotWatch
+from pgwal_pipeline.pipeline.table_review import next_xid
 from pgwal_pipeline.pipeline.table_rows import TableRows
 from pgwal_pipeline.postgres import catalog, copy, slot
 from pgwal_pipeline.postgres.catalog import PublishedTable
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import connect
-from pgwal_pipeline.progress import Noted, Progress
-from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.relation import TableName
 
 _PENDING = ("pending", "snapshotting")
 _REREADS = 3  # of a table in error by itself, where PGWAL_ON_TABLE_ERROR asks for it

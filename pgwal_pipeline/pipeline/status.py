@@ -3,17 +3,17 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Publish, TableState
-from pgwal_pipeline.lsn import format_lsn, window_key
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.pipeline.publish import may_be_merged
 from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePublish
 from pgwal_pipeline.postgres import catalog, copies, slot
 from pgwal_pipeline.postgres.dsn import connect
-from pgwal_pipeline.relation import quote_ident
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.lsn import format_lsn, window_key
+from pgwal_pipeline.values.relation import quote_ident
 
 
 def lag(settings: Settings) -> LagReading:

@@ -10,7 +10,7 @@ import pyarrow as pa
 from pgwal_pipeline.decode import binary
 from pgwal_pipeline.decode.batch import decode_copy
 from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, read_chunk
-from pgwal_pipeline.relation import Relation
+from pgwal_pipeline.values.relation import Relation
 
 _AHEAD = 1  # pieces that may wait for the writer
 

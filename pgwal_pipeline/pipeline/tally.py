@@ -9,11 +9,11 @@ import pyarrow.compute as pc
 
 from pgwal_pipeline.decode.batch import Decoded, TableChanges
 from pgwal_pipeline.decode.route import MARKS
-from pgwal_pipeline.lake.facts import Refusal, StreamFacts
 from pgwal_pipeline.lake.records import TableWrite
-from pgwal_pipeline.own_columns import OP, UNCHANGED, XID
-from pgwal_pipeline.relation import Relation
-from pgwal_pipeline.xid import TransactionMark
+from pgwal_pipeline.lake.stream_facts import Refusal, StreamFacts
+from pgwal_pipeline.values.own_columns import OP, UNCHANGED, XID
+from pgwal_pipeline.values.relation import Relation
+from pgwal_pipeline.values.xid import TransactionMark
 
 
 @dataclass(frozen=True)

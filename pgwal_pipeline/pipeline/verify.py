@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from pgwal_pipeline.decode.copy import copy_schema
-from pgwal_pipeline.errors import SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.lake import compare
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.messages.errors import SourceRefused, SourceUnavailable, TableError
+from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.pipeline.drain import drain
 from pgwal_pipeline.pipeline.publish import publish
 from pgwal_pipeline.pipeline.reports import TableComparison, VerifyReport
@@ -22,9 +23,8 @@ from pgwal_pipeline.postgres.catalog import PublishedTable
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.storage import storages
-from pgwal_pipeline.progress import Progress
-from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

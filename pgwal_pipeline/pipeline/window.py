@@ -17,21 +17,21 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.batch import Checkpoint, Decoded, Decoder
 from pgwal_pipeline.decode.frames import heads_of_large
 from pgwal_pipeline.decode.pgoutput import RelationMessage
-from pgwal_pipeline.errors import ChangeNotSent, DecodeError, PgwalError, SourceUnavailable, TableError, TableWorkFailed
 from pgwal_pipeline.lake import undecodable
-from pgwal_pipeline.lake.facts import Refusal
 from pgwal_pipeline.lake.faults import is_tables_own, table_error
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.places import Places
+from pgwal_pipeline.lake.locations import Places
 from pgwal_pipeline.lake.raw import WindowWriter
 from pgwal_pipeline.lake.records import Window
 from pgwal_pipeline.lake.schema import check_columns
-from pgwal_pipeline.lsn import window_key
+from pgwal_pipeline.lake.stream_facts import Refusal
+from pgwal_pipeline.messages.errors import ChangeNotSent, DecodeError, PgwalError, SourceUnavailable, TableError, TableWorkFailed
+from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.pipeline.tally import Tally, WindowRead
 from pgwal_pipeline.postgres.standbys import HeldBack
 from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
-from pgwal_pipeline.progress import Progress
-from pgwal_pipeline.relation import Relation
+from pgwal_pipeline.values.lsn import window_key
+from pgwal_pipeline.values.relation import Relation
 
 _IDLE = 0.25  # seconds the reader waits for the server before it looks round
 

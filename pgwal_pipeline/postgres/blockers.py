@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pgwal_pipeline.amounts import duration
+from pgwal_pipeline.messages.amounts import duration
 from pgwal_pipeline.postgres.connection import Connection
 
 _SHOWN = 3

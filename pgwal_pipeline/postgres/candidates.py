@@ -10,7 +10,7 @@ import psycopg2
 
 from pgwal_pipeline.postgres.catalog import IDENTITY_INDEX_SQL, PRIMARY_KEY_SQL, Connection
 from pgwal_pipeline.postgres.dsn import translate
-from pgwal_pipeline.relation import TableName, quote_ident
+from pgwal_pipeline.values.relation import TableName, quote_ident
 
 _FIRST_USER_OID = 16384
 

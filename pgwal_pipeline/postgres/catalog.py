@@ -9,11 +9,11 @@ from typing import Any, Protocol, cast
 
 import psycopg2
 
-from pgwal_pipeline.errors import SourceRefused
+from pgwal_pipeline.messages.errors import SourceRefused
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import translate
 from pgwal_pipeline.postgres.positions import flush_lsn, insert_lsn
-from pgwal_pipeline.relation import Column, PgType, Relation, ReplicaIdentity, TableName
+from pgwal_pipeline.values.relation import Column, PgType, Relation, ReplicaIdentity, TableName
 
 __all__ = [
     "Connection",

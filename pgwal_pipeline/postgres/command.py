@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import psycopg2
 
-from pgwal_pipeline.errors import PgwalError, SourceUnavailable
+from pgwal_pipeline.messages.errors import PgwalError, SourceUnavailable
 from pgwal_pipeline.postgres.connection import Connection, Cursor, OnWait, ReplicationConnection, wait
 
 CANCEL_TIMEOUT = 10.0

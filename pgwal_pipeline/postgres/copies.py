@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import psycopg2
 from psycopg2 import errors
 
-from pgwal_pipeline.errors import PgwalError
-from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.postgres.command import cancel, run
 from pgwal_pipeline.postgres.connection import ReplicationConnection
 from pgwal_pipeline.postgres.dsn import connect, replication_connection, translate
@@ -22,6 +21,7 @@ from pgwal_pipeline.postgres.slot_state import Connection, existing, explain, fi
 from pgwal_pipeline.postgres.standbys import HeldBack
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.postgres.waiting import watched
+from pgwal_pipeline.values.lsn import format_lsn
 
 _LET_GO = 10.0  # seconds for a walsender that has just ended to let go of its slot
 

@@ -14,12 +14,12 @@ from typing import Any
 import psycopg2
 from psycopg2 import errors
 
-from pgwal_pipeline.errors import PgwalError, SourceRefused, SourceUnavailable, TableError, row_too_large
+from pgwal_pipeline.messages.errors import PgwalError, SourceRefused, SourceUnavailable, TableError, row_too_large
 from pgwal_pipeline.postgres.catalog import Connection, insert_lsn, resolve_types
 from pgwal_pipeline.postgres.dsn import BYTES_AS_THEY_ARE, connect, copying_connection, translate
 from pgwal_pipeline.postgres.key_order import BORROWED_SQL, KeyOrder, key_order
 from pgwal_pipeline.postgres.transactions import begin_snapshot, wait_for_transactions
-from pgwal_pipeline.relation import PgType, Relation, quote_ident
+from pgwal_pipeline.values.relation import PgType, Relation, quote_ident
 
 __all__ = [
     "ChunkBounds",

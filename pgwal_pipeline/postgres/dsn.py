@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import psycopg2
 from psycopg2 import errors, extensions
 
-from pgwal_pipeline.errors import PgwalError, SettingError, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
+from pgwal_pipeline.messages.errors import PgwalError, SettingError, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
 from pgwal_pipeline.postgres.connection import Connection, ReplicationConnection, default_of, open_session
-from pgwal_pipeline.relation import quote_ident
+from pgwal_pipeline.values.relation import quote_ident
 
 _VARIABLE = "PGWAL_SOURCE_DSN"
 

@@ -6,7 +6,7 @@ from pgwal_pipeline.postgres.candidates import candidate_tables
 from pgwal_pipeline.postgres.catalog import PRIMARY_KEY_SQL, Connection, resolve_types, tables_of
 from pgwal_pipeline.postgres.dsn import translate
 from pgwal_pipeline.postgres.publication import COMMENT
-from pgwal_pipeline.relation import Column, Relation, TableName
+from pgwal_pipeline.values.relation import Column, Relation, TableName
 
 
 def followed_tables(conn: Connection, publication: str, globs: str) -> list[Relation]:

@@ -7,15 +7,15 @@ from typing import Any
 
 import psycopg2
 
-from pgwal_pipeline.amounts import duration, size
-from pgwal_pipeline.errors import PgwalError
-from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.messages.amounts import duration, size
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.postgres import blockers, positions, publication
 from pgwal_pipeline.postgres.candidates import candidate_tables
 from pgwal_pipeline.postgres.catalog import tables_of
 from pgwal_pipeline.postgres.dsn import connect, describe_dsn, replication_connection, translate
 from pgwal_pipeline.postgres.slot_state import Connection, SlotState, inspect, require_usable
-from pgwal_pipeline.relation import Relation, TableName, quote_ident
+from pgwal_pipeline.values.lsn import format_lsn
+from pgwal_pipeline.values.relation import Relation, TableName, quote_ident
 
 OLDEST_VERSION = 140000
 _OLD_TRANSACTION = 300.0  # seconds

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pgwal_pipeline.postgres.catalog import Connection
-from pgwal_pipeline.relation import Relation, quote_ident
+from pgwal_pipeline.values.relation import Relation, quote_ident
 
 _PLAIN_OPERATORS = (("pg_catalog", "<"), ("pg_catalog", "<="), ("pg_catalog", "="), ("pg_catalog", ">="), ("pg_catalog", ">"))
 

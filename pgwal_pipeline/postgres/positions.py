@@ -13,11 +13,11 @@ from typing import Any
 import psycopg2
 from psycopg2 import errors, extensions
 
-from pgwal_pipeline.errors import PgwalError, SourceRefused
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.messages.errors import PgwalError, SourceRefused
 from pgwal_pipeline.postgres.command import run
 from pgwal_pipeline.postgres.connection import Connection, ReplicationConnection
 from pgwal_pipeline.postgres.dsn import replication_connection, translate
+from pgwal_pipeline.values.lsn import parse_lsn
 
 _IN_RECOVERY = "pg_catalog.pg_is_in_recovery()"
 FLUSHED = f"CASE WHEN {_IN_RECOVERY} THEN pg_catalog.pg_last_wal_replay_lsn() ELSE pg_catalog.pg_current_wal_flush_lsn() END"

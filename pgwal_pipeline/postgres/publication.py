@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import psycopg2
 from psycopg2 import errors
 
-from pgwal_pipeline.errors import SourceRefused
+from pgwal_pipeline.messages.errors import SourceRefused
 from pgwal_pipeline.postgres.candidates import Candidate, candidate_tables
 from pgwal_pipeline.postgres.catalog import Connection, tables_of
 from pgwal_pipeline.postgres.dsn import translate
-from pgwal_pipeline.relation import TableName, quote_ident
+from pgwal_pipeline.values.relation import TableName, quote_ident
 
 COMMENT = "managed by pgwal_pipeline"
 

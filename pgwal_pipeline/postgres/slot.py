@@ -8,9 +8,8 @@ from contextlib import closing, contextmanager, suppress
 import psycopg2
 from psycopg2 import errors
 
-from pgwal_pipeline.amounts import duration
-from pgwal_pipeline.errors import PgwalError, SlotBusy
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.messages.amounts import duration
+from pgwal_pipeline.messages.errors import PgwalError, SlotBusy
 from pgwal_pipeline.postgres.command import CANCEL_TIMEOUT
 from pgwal_pipeline.postgres.dsn import connect, replication_connection, translate
 from pgwal_pipeline.postgres.slot_state import (
@@ -30,6 +29,7 @@ from pgwal_pipeline.postgres.slot_state import (
     require_usable,
 )
 from pgwal_pipeline.postgres.waiting import in_recovery, watched
+from pgwal_pipeline.values.lsn import parse_lsn
 
 __all__ = [
     "SlotState",

@@ -8,11 +8,11 @@ from typing import Any
 import psycopg2
 from psycopg2 import errors
 
-from pgwal_pipeline.errors import PgwalError, SlotBusy, SlotLost, SourceRefused
+from pgwal_pipeline.messages.errors import PgwalError, SlotBusy, SlotLost, SourceRefused
 from pgwal_pipeline.postgres import positions
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import connect, translate
-from pgwal_pipeline.relation import quote_ident
+from pgwal_pipeline.values.relation import quote_ident
 
 PLUGIN = "pgoutput"
 

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import psycopg2
 
-from pgwal_pipeline.errors import SourceUnavailable
+from pgwal_pipeline.messages.errors import SourceUnavailable
 from pgwal_pipeline.postgres.dsn import connect, translate
 
 _LOOK = 5.0  # seconds without getting any further before it is looked whether standbys hold the slot back

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from pgwal_pipeline.postgres.catalog import Connection, fetch
-from pgwal_pipeline.storage import Storage, StoredColumn, stored_file
+from pgwal_pipeline.values.storage import Storage, StoredColumn, stored_file
 
 
 def storages(conn: Connection, publication: str, oids: Collection[int]) -> dict[int, Storage]:

@@ -19,13 +19,13 @@ from typing import Self
 
 import psycopg2
 
-from pgwal_pipeline.errors import ChangeNotSent, PgwalError, PublicationMissing, SourceRefused, SourceUnavailable
-from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.messages.errors import ChangeNotSent, PgwalError, PublicationMissing, SourceRefused, SourceUnavailable
 from pgwal_pipeline.postgres.command import run
 from pgwal_pipeline.postgres.connection import ReplicationConnection, wait
 from pgwal_pipeline.postgres.driver import reading_cursor
 from pgwal_pipeline.postgres.dsn import connect, replication_connection, translate
 from pgwal_pipeline.postgres.slot_state import explain
+from pgwal_pipeline.values.lsn import format_lsn
 
 _IN_CHANGE = re.compile(r"in the change callback, associated LSN ([0-9A-F]+/[0-9A-F]+)")
 _MOST_MESSAGES = 20_000

@@ -2,9 +2,9 @@
 
 import psycopg2
 
-from pgwal_pipeline.lsn import parse_lsn
 from pgwal_pipeline.postgres.command import run
 from pgwal_pipeline.postgres.dsn import replication_connection, translate
+from pgwal_pipeline.values.lsn import parse_lsn
 
 
 def left_at(dsn: str, old: int, new: int) -> int | None:

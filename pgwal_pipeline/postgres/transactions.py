@@ -6,8 +6,8 @@ from typing import Any
 
 import psycopg2
 
-from pgwal_pipeline.amounts import duration
-from pgwal_pipeline.errors import BlockedByTransaction, SourceUnavailable
+from pgwal_pipeline.messages.amounts import duration
+from pgwal_pipeline.messages.errors import BlockedByTransaction, SourceUnavailable
 from pgwal_pipeline.postgres.blockers import Blocker, describe
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import translate

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import psycopg2
 from psycopg2 import errors
 
-from pgwal_pipeline.amounts import duration
-from pgwal_pipeline.errors import BlockedByTransaction
+from pgwal_pipeline.messages.amounts import duration
+from pgwal_pipeline.messages.errors import BlockedByTransaction
 from pgwal_pipeline.postgres import blockers
 from pgwal_pipeline.postgres.command import cancel, run
 from pgwal_pipeline.postgres.connection import Connection, Cursor, ReplicationConnection

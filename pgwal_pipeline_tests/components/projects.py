@@ -11,7 +11,7 @@ import dagster as dg
 import yaml
 
 from pgwal_pipeline.known_tables import KnownColumn, KnownTable
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 
 PROJECT = """
 [tool.dg]

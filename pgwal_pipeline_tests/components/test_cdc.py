@@ -6,8 +6,8 @@ import pytest
 from pgwal_pipeline import known_tables
 from pgwal_pipeline.asset_specs import AssetNames
 from pgwal_pipeline.components.resources import DSN_VARIABLE, ReplicationSlot, settings_for, settings_without_source
-from pgwal_pipeline.errors import SettingError
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.messages.errors import SettingError
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.components.projects import project
 from pgwal_pipeline_tests.support import Source
 

@@ -2,7 +2,7 @@ import dagster as dg
 import pytest
 
 from pgwal_pipeline.components.failures import RETRIES, at_work
-from pgwal_pipeline.errors import SlotBusy, SlotLost, SourceUnavailable
+from pgwal_pipeline.messages.errors import SlotBusy, SlotLost, SourceUnavailable
 from pgwal_pipeline_tests.components.instances import dagster_instance
 
 

@@ -14,12 +14,12 @@ from pgwal_pipeline.components.requests import LOOK, window_to_drain
 from pgwal_pipeline.known_tables import remembered
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
-from pgwal_pipeline.lsn import parse_window_key, window_key
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline.drain import bootstrap, next_target
 from pgwal_pipeline.pipeline.status import lag
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.lsn import parse_window_key, window_key
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.components.instances import dagster_instance
 from pgwal_pipeline_tests.components.projects import project
 from pgwal_pipeline_tests.shared_spark import PARTS

@@ -6,8 +6,8 @@ import dagster as dg
 import pytest
 from dagster._core.scheduler.instigation import TickStatus
 
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline.drain import bootstrap
-from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.components.ticks import sensor_daemon
 from pgwal_pipeline_tests.support import Source

@@ -15,11 +15,11 @@ from pgwal_pipeline.components.requests import LOOK
 from pgwal_pipeline.components.resources import ReplicationSlot
 from pgwal_pipeline.components.sensors import look_at_lag, look_each_hour, look_for_new_tables
 from pgwal_pipeline.components.source import CdcSource
-from pgwal_pipeline.errors import SourceUnavailable
 from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.messages.errors import SourceUnavailable
 from pgwal_pipeline.pipeline.reports import LagReading
-from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.components.projects import table
 
 SLOT = dg.AssetKey(["slot", "pgwal"])

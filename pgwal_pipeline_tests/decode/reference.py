@@ -9,7 +9,7 @@ from datetime import date, datetime
 from decimal import Context, Decimal
 from typing import Any
 
-from pgwal_pipeline.relation import PgType, Relation
+from pgwal_pipeline.values.relation import PgType, Relation
 
 MISFIT = object()
 _EPOCH = 946_684_800_000_000

@@ -8,7 +8,7 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from pgwal_pipeline.decode.batch import Decoded
-from pgwal_pipeline.relation import PgType, Relation, ReplicaIdentity
+from pgwal_pipeline.values.relation import PgType, Relation, ReplicaIdentity
 from pgwal_pipeline_tests.decode import wire
 from pgwal_pipeline_tests.decode.wire import UNCHANGED, Value, Wire, array_of, numeric, table
 

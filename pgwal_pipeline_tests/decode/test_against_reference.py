@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pgwal_pipeline.decode.batch import Decoded, Decoder
 from pgwal_pipeline.decode.pgoutput import RelationMessage, parse_relation
-from pgwal_pipeline.errors import DecodeError
-from pgwal_pipeline.relation import Column, PgType, Relation, TableName
+from pgwal_pipeline.messages.errors import DecodeError
+from pgwal_pipeline.values.relation import Column, PgType, Relation, TableName
 from pgwal_pipeline_tests.decode import wire
 from pgwal_pipeline_tests.decode.damage import damaged
 from pgwal_pipeline_tests.decode.reference import BrokenError, Reference

@@ -7,8 +7,8 @@ import pytest
 from pgwal_pipeline.decode import frames
 from pgwal_pipeline.decode.batch import Decoded, Decoder, TableChanges
 from pgwal_pipeline.decode.types import change_schema
-from pgwal_pipeline.errors import DecodeError
-from pgwal_pipeline.relation import Relation
+from pgwal_pipeline.messages.errors import DecodeError
+from pgwal_pipeline.values.relation import Relation
 from pgwal_pipeline_tests.decode import wire
 from pgwal_pipeline_tests.decode.wire import UNCHANGED, Wire, array_of, describe_from, numeric, table
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pgwal_pipeline.decode.casts import cast_text
 from pgwal_pipeline.decode.ragged import UnreadableError
 from pgwal_pipeline.decode.types import arrow_type
-from pgwal_pipeline.relation import PgType
+from pgwal_pipeline.values.relation import PgType
 from pgwal_pipeline_tests.decode import wire
 from pgwal_pipeline_tests.decode.wire import array_of, numeric
 

@@ -10,7 +10,7 @@ import pytest
 
 from pgwal_pipeline.decode import binary
 from pgwal_pipeline.decode.types import copy_schema
-from pgwal_pipeline.errors import DecodeError
+from pgwal_pipeline.messages.errors import DecodeError
 from pgwal_pipeline_tests.decode import wire
 from pgwal_pipeline_tests.decode.wire import array_of, copied, decoded_copy, numeric, table
 

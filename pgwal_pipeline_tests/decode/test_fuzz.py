@@ -13,13 +13,13 @@ import pytest
 
 from pgwal_pipeline.decode.batch import Decoder
 from pgwal_pipeline.decode.pgoutput import RelationMessage, parse_relation
-from pgwal_pipeline.errors import DecodeError
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.errors import DecodeError
 from pgwal_pipeline.postgres import catalog, slot
 from pgwal_pipeline.postgres.copy import ChunkBounds
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream
-from pgwal_pipeline.relation import Column, PgType, Relation, TableName
+from pgwal_pipeline.values.relation import Column, PgType, Relation, TableName
 from pgwal_pipeline_tests.decode.damage import damage, damaged
 from pgwal_pipeline_tests.decode.reference import MISFIT, BrokenError, GarbageError, Reference, value_of
 from pgwal_pipeline_tests.decode.streams import comparable, plain

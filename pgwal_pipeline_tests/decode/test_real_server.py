@@ -19,7 +19,7 @@ from pgwal_pipeline.postgres import catalog, slot
 from pgwal_pipeline.postgres.copy import ChunkBounds
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream
-from pgwal_pipeline.relation import Relation
+from pgwal_pipeline.values.relation import Relation
 from pgwal_pipeline_tests.decode.streams import plain
 from pgwal_pipeline_tests.decode.wire import decoded_copy
 from pgwal_pipeline_tests.support import Source, copy_messages

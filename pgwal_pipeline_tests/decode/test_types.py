@@ -2,7 +2,7 @@ import pyarrow as pa
 import pytest
 
 from pgwal_pipeline.decode.types import arrow_type, change_schema, copy_schema
-from pgwal_pipeline.relation import PgType
+from pgwal_pipeline.values.relation import PgType
 from pgwal_pipeline_tests.decode import wire
 from pgwal_pipeline_tests.decode.wire import array_of, numeric, table
 

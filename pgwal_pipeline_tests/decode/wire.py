@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from pgwal_pipeline.decode.batch import decode_copy
 from pgwal_pipeline.decode.pgoutput import RelationMessage
-from pgwal_pipeline.relation import Column, PgType, Relation, ReplicaIdentity, TableName
+from pgwal_pipeline.values.relation import Column, PgType, Relation, ReplicaIdentity, TableName
 
 BOOL, BYTEA, CHAR, NAME, INT8, INT2, INT4, TEXT, OID = (
     PgType(oid, -1, name)

@@ -19,10 +19,10 @@ from deltalake import DeltaTable
 
 from pgwal_pipeline import definitions as code_location
 from pgwal_pipeline.asset_specs import AssetNames
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.host.spawn import free_port
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.local.process import free_port
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.support import fresh_source
 
 ROOT = Path(code_location.__file__).parents[1]

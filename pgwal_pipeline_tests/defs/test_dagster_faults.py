@@ -17,10 +17,10 @@ import pytest
 from deltalake import DeltaTable
 
 from pgwal_pipeline import definitions as code_location
+from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.runs import dagster_home
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.support import Source, fresh_source
 
 ROOT = Path(code_location.__file__).parents[1]

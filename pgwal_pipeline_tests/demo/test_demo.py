@@ -97,7 +97,7 @@ def test_the_demo_from_nothing_to_a_publish_and_again_after_a_kill(folder: Path)
 _SLOW_TO_END = """
 import time
 from pgwal_pipeline import cli
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
 cli._CLEAN_SECONDS = 0.5
 stop = Postgres.stop
 Postgres.stop = lambda server: (time.sleep(2), stop(server), print("stopped"))

@@ -13,8 +13,8 @@ import pytest
 
 from pgwal_pipeline.demo.dagster_ui import next_free_port
 from pgwal_pipeline.demo.processes import Program, end_marked, end_programs, mark
-from pgwal_pipeline.errors import PgwalError
-from pgwal_pipeline.local.process import free_port
+from pgwal_pipeline.host.spawn import free_port
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline_tests.support import wait_for
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's part of it is Linux's")

@@ -10,7 +10,7 @@ import pytest
 from pgwal_pipeline.demo.invariants import INVARIANTS, TABLES
 from pgwal_pipeline.demo.shop import is_seeded, seed
 from pgwal_pipeline.demo.workload import DEEDS, Workload
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline_tests.support import Source, wait_for
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from pgwal_pipeline.lake.delta import open_table
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.relation import Column, PgType, Relation, TableName
+from pgwal_pipeline.values.relation import Column, PgType, Relation, TableName
 
 
 @dataclass(frozen=True)

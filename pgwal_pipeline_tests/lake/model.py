@@ -14,7 +14,7 @@ import pyarrow as pa
 from deltalake import write_deltalake
 
 from pgwal_pipeline.lake.fold import ChunkSnapshot
-from pgwal_pipeline.lsn import window_key
+from pgwal_pipeline.values.lsn import window_key
 
 _CASES = 10_000
 WINDOW_TIME = 1000

@@ -9,8 +9,8 @@ import pyarrow as pa
 from deltalake import DeltaTable, QueryBuilder, write_deltalake
 
 from pgwal_pipeline.lake.current import ChunkSnapshot, MergeRequest, ReplaceRequest, Traits
-from pgwal_pipeline.lsn import window_key
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.lsn import window_key
+from pgwal_pipeline.values.relation import TableName
 
 Values = tuple[Any, ...]
 TABLE = TableName("public", "things")

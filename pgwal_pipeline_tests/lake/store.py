@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import boto3
 
-from pgwal_pipeline.local.process import free_port
+from pgwal_pipeline.host.spawn import free_port
 
 VARIABLES = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "Zq7s3cretZq"}
 UNSET = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ALLOW_HTTP", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3")

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.compare import Comparison, compare, remove, write
+from pgwal_pipeline.messages.errors import LakeError
 
 pytestmark = pytest.mark.timeout(900)
 

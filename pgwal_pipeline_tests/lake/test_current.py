@@ -18,7 +18,6 @@ import pytest
 from deltalake import DeltaTable
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import LakeError, TableError
 from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake.current import (
     ChunkSnapshot,
@@ -32,6 +31,7 @@ from pgwal_pipeline.lake.current import (
     version,
     watermark,
 )
+from pgwal_pipeline.messages.errors import LakeError, TableError
 from pgwal_pipeline_tests.lake.publishing import merge_request, replace_request, rows_of, write_events, write_rows
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.layout import Lake, path_segment, storage_options
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.values.relation import TableName
 
 _NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=20)
 

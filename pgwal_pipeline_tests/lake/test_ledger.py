@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, Publish, Source, TablePointer, TableState, Window
 from pgwal_pipeline.lake.records import FileWrite, TableWrite
-from pgwal_pipeline.lsn import window_key
-from pgwal_pipeline.relation import Column, PgType, Relation, TableName
+from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.values.lsn import window_key
+from pgwal_pipeline.values.relation import Column, PgType, Relation, TableName
 
 _ORDERS = TableName("shop", "Order Lines")
 _RELATION = Relation(

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake import log
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.log import RowLog
+from pgwal_pipeline.messages.errors import LakeError
 
 _SCHEMA = pa.schema([("key", pa.string()), ("value", pa.int64())])
 

@@ -11,8 +11,8 @@ from pgwal_pipeline.lake.maintenance import Pruned, compact, forget, prune_raw, 
 from pgwal_pipeline.lake.raw import WindowWriter, commit_window
 from pgwal_pipeline.lake.records import State
 from pgwal_pipeline.lake.snapshots import SnapshotWriter, generations
-from pgwal_pipeline.lsn import window_key
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.lsn import window_key
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.lake.changes import FakeChanges, inserts, read, relation
 
 _ORDERS, _LINES = TableName("shop", "orders"), TableName("shop", "lines")

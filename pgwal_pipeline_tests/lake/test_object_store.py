@@ -11,14 +11,14 @@ import boto3
 import polars as pl
 import pytest
 
-from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.layout import Lake, storage_options
 from pgwal_pipeline.lake.ledger import Ledger, Source, TableState, Window
 from pgwal_pipeline.lake.maintenance import compact, prune_raw, vacuum
 from pgwal_pipeline.lake.raw import WindowWriter, commit_window
 from pgwal_pipeline.lake.snapshots import SnapshotWriter
-from pgwal_pipeline.lsn import window_key
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.values.lsn import window_key
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.lake.changes import inserts, read, relation
 from pgwal_pipeline_tests.lake.store import UNSET, VARIABLES, Fault, FaultyStore, faulty_store, object_store
 

@@ -14,13 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
-from pgwal_pipeline.errors import LakeError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Window
 from pgwal_pipeline.lake.parquet import plain_tables
 from pgwal_pipeline.lake.raw import TableWrite, WindowWriter, commit_window, ensure_raw_table
-from pgwal_pipeline.lsn import window_key
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.values.lsn import window_key
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.lake.changes import FakeChanges, inserts, read
 
 _KEY = window_key(200)

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from pgwal_pipeline.errors import TableError
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.snapshots import SnapshotWriter, generations, remove_generations
+from pgwal_pipeline.messages.errors import TableError
 from pgwal_pipeline_tests.lake.changes import read, relation
 
 _ORDERS = relation("orders", "id", "name")

@@ -15,13 +15,13 @@ import pytest
 
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import publish as publishes
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline.reports import DrainReport, PublishReport
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests import children
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.shared_spark import PARTS
@@ -29,7 +29,7 @@ from pgwal_pipeline_tests.support import Source
 
 _PRELUDE = """
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.messages.progress import Silent
 settings, progress = Settings.from_environment(), Silent()
 """
 

@@ -11,7 +11,7 @@ import psycopg2
 import psycopg2.errors
 
 from pgwal_pipeline.postgres.connection import Connection
-from pgwal_pipeline.relation import quote_ident
+from pgwal_pipeline.values.relation import quote_ident
 from pgwal_pipeline_tests.support import Source
 
 _LOCK_TIMEOUT = "100ms"

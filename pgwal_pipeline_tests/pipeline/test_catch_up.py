@@ -15,22 +15,22 @@ import polars as pl
 import pytest
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.lake import rows as as_rows
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Plan
 from pgwal_pipeline.lake.log import RowLog
-from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.lsn import format_lsn, parse_lsn, window_key
+from pgwal_pipeline.messages.errors import PgwalError
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import catch_up, status
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline.catch_up import Cut, Pace, borders, falling_behind, windows_for
-from pgwal_pipeline.pipeline.counting import Pass
+from pgwal_pipeline.pipeline.window_commit import Pass
 from pgwal_pipeline.postgres import copies
 from pgwal_pipeline.postgres.copies import Room
 from pgwal_pipeline.postgres.dsn import connect
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.lsn import format_lsn, parse_lsn, window_key
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_random import Rounds
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for

@@ -8,13 +8,14 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pgwal_pipeline.errors import SlotLost
-from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.pipeline import catch_up, counting
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.errors import SlotLost
+from pgwal_pipeline.messages.progress import Silent
+from pgwal_pipeline.pipeline import catch_up
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.pipeline import window_commit as counting
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_gaps import DRAIN, ids_in_raw, killed
 from pgwal_pipeline_tests.pipeline.test_identity import caught_up

@@ -25,13 +25,13 @@ import psycopg2.errors
 import pytest
 from deltalake import DeltaTable
 
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.postgres.connection import Connection, plain_session
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.connect_server import ConnectServer
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source, fresh_source, no_room, wait_for

@@ -14,17 +14,17 @@ import pytest
 from psycopg2.extensions import make_dsn
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SourceUnavailable
+from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.lake import raw as raw_tables
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.lsn import format_lsn, parse_lsn
+from pgwal_pipeline.messages.errors import SourceUnavailable
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import committer
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline.reports import DrainReport
 from pgwal_pipeline.postgres.connection import Connection, plain_session
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.lsn import format_lsn, parse_lsn
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.proxy import Proxy, proxied, tcp
 from pgwal_pipeline_tests.support import Source, fresh_source, no_room

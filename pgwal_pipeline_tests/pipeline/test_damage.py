@@ -12,11 +12,11 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from pgwal_pipeline.errors import PgwalError
 from pgwal_pipeline.lake.damaged import heal
+from pgwal_pipeline.messages.errors import PgwalError
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import as_of, doctor, maintenance, status, verify
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source
 

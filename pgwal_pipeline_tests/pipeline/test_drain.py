@@ -7,13 +7,13 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pgwal_pipeline.errors import LakeError, SlotBusy, SlotLost
-from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.lsn import parse_lsn, window_key
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.errors import LakeError, SlotBusy, SlotLost
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.postgres import slot
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.lsn import parse_lsn, window_key
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source, fresh_source
 

@@ -8,11 +8,11 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pgwal_pipeline.errors import SourceRefused
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.errors import SourceRefused
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline.verify import verify
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName, quote_ident
+from pgwal_pipeline.values.relation import TableName, quote_ident
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source, fresh_source
 

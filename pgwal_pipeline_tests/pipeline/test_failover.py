@@ -7,10 +7,10 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pgwal_pipeline.local.installations import default_installation
-from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.embedded.installations import default_installation
+from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.pipeline import snapshot as snapshots
+from pgwal_pipeline.values.lsn import parse_lsn
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_identity import caught_up, lead_to, promoted
 from pgwal_pipeline_tests.postgres.standby import standby_of

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 from deltalake import DeltaTable, QueryBuilder
 
-from pgwal_pipeline.relation import TableName, quote_ident
+from pgwal_pipeline.values.relation import TableName, quote_ident
 from pgwal_pipeline_tests.oracle import rows_of, source_rows
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from pgwal_pipeline.lake.facts import Refusal, StreamFacts
 from pgwal_pipeline.lake.ledger import Chunk, TableState
+from pgwal_pipeline.lake.stream_facts import Refusal, StreamFacts
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline.verify import verify
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_schema_changes import converge, run

@@ -11,17 +11,17 @@ import pytest
 from deltalake import DeltaTable
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SourceRefused
 from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake import maintenance as lakes
 from pgwal_pipeline.lake.ledger import TablePointer, TableState
+from pgwal_pipeline.messages.errors import SourceRefused
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline.maintenance import maintain
 from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline.postgres import copy
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_schema_changes import while_the_stream_is_read
 from pgwal_pipeline_tests.pipeline.test_snapshots import READ, WRITTEN, at_each_pass

@@ -12,19 +12,19 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pgwal_pipeline.errors import LakeError, SlotLost, SourceRefused, SourceUnavailable
+from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lake.ledger import Source as LedgerSource
 from pgwal_pipeline.lake.raw import commit_window
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.messages.errors import LakeError, SlotLost, SourceRefused, SourceUnavailable
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline import window as windows
 from pgwal_pipeline.pipeline.drop import drop
 from pgwal_pipeline.pipeline.status import publish_due
 from pgwal_pipeline.postgres.connection import plain_session
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_identity import caught_up, lead_to, promoted
 from pgwal_pipeline_tests.postgres.standby import standby_of

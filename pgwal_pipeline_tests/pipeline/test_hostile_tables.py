@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from pgwal_pipeline.relation import TableName, quote_ident
+from pgwal_pipeline.values.relation import TableName, quote_ident
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_feature_transitions import assert_equal_by_spark
 from pgwal_pipeline_tests.support import Source

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pgwal_pipeline.errors import LakeError, PgwalError, SlotLost
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.errors import LakeError, PgwalError, SlotLost
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline.doctor import examine
-from pgwal_pipeline.progress import Silent
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.postgres.standby import standby_of
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for

@@ -12,19 +12,19 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from pgwal_pipeline.errors import LakeError
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.lsn import parse_lsn
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source
 
 _LARGE = "(SELECT string_agg(md5(random()::text || i || n), '') FROM generate_series(1, 100) n)"  # 3 kB that do not get smaller
 _LIMITED = """
 import resource, sys
-from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.pipeline.drain import drain
 from pgwal_pipeline.pipeline.snapshot import snapshot
 resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, resource.RLIM_INFINITY))

@@ -9,13 +9,13 @@ import polars as pl
 import pytest
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import window as windows
 from pgwal_pipeline.pipeline.reports import DrainReport
 from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.lsn import parse_lsn
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.faults import injected
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source

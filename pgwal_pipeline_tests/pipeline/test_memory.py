@@ -10,10 +10,10 @@ import polars as pl
 import pytest
 
 from pgwal_pipeline.lake.raw import WindowWriter
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source, wait_for
 
@@ -33,7 +33,7 @@ import gc, json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pgwal_pipeline.postgres.connection import plain_session
-from pgwal_pipeline.memory import give_back
+from pgwal_pipeline.host.memory import give_back
 from pgwal_pipeline.pipeline.drain import drain
 from pgwal_pipeline.pipeline.snapshot import snapshot
 

@@ -7,8 +7,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pgwal_pipeline.local.postgres import Postgres, servers
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.embedded.postgres import Postgres, servers
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source, fresh_source
 

@@ -13,9 +13,9 @@ import pytest
 from psycopg2.extensions import make_dsn, parse_dsn
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SourceUnavailable
+from pgwal_pipeline.messages.errors import SourceUnavailable
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
-from pgwal_pipeline.progress import Silent
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_connections import assert_raw_is_whole, at_reads, drained, fill, prepared
 from pgwal_pipeline_tests.proxy import Proxy, proxied, tcp
@@ -137,9 +137,9 @@ _DRAIN = """
 import json
 from pathlib import Path
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SourceUnavailable
+from pgwal_pipeline.messages.errors import SourceUnavailable
 from pgwal_pipeline.pipeline import drain as drains
-from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.settings import Settings
 
 passed, refused, known = 0, 0, Path("/etc/hosts").read_text()

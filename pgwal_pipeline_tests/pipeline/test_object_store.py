@@ -17,19 +17,19 @@ import boto3
 import polars as pl
 import pytest
 
-from pgwal_pipeline.errors import LakeError, PgwalError
+from pgwal_pipeline.host.spawn import port_free
 from pgwal_pipeline.lake.layout import storage_options
-from pgwal_pipeline.lake.session import spark_session
-from pgwal_pipeline.local.process import port_free
-from pgwal_pipeline.lsn import format_lsn
+from pgwal_pipeline.messages.errors import LakeError, PgwalError
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline.as_of import find_publish
 from pgwal_pipeline.pipeline.doctor import examine
 from pgwal_pipeline.pipeline.status import status
 from pgwal_pipeline.pipeline.verify import verify
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.spark.session import spark_session
+from pgwal_pipeline.values.lsn import format_lsn
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.connect_server import ConnectServer
 from pgwal_pipeline_tests.lake.store import UNSET, VARIABLES, FaultyStore, faulty_store, object_store
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
@@ -260,7 +260,7 @@ def test_every_stage_and_a_table_read_again(pipeline: Pipeline) -> None:
 
 _CHILD = {
     "drain": "from pgwal_pipeline.pipeline.drain import drain\ndrain(settings, progress=progress)",
-    "publish": "from pgwal_pipeline.lake.session import spark_session\nfrom pgwal_pipeline.pipeline.publish import publish\n"
+    "publish": "from pgwal_pipeline.spark.session import spark_session\nfrom pgwal_pipeline.pipeline.publish import publish\n"
     "publish(settings, lambda: spark_session(settings), progress=progress)",
     "snapshot": "from pgwal_pipeline.pipeline.snapshot import snapshot\nsnapshot(settings, progress=progress)",
 }
@@ -322,7 +322,7 @@ def test_a_second_publish_waits_for_the_first(pipeline: Pipeline, place: Place, 
     pipeline.drain()
     marker = tmp_path / "merging"
     environment = pipeline.environment(PGWAL_SPARK_REMOTE=place.spark, PGWAL_FAILPOINTS=f"publish.in_merge=touch:{marker}@1")
-    prelude = "from pgwal_pipeline.settings import Settings\nfrom pgwal_pipeline.progress import Silent\n"
+    prelude = "from pgwal_pipeline.settings import Settings\nfrom pgwal_pipeline.messages.progress import Silent\n"
     code = f"{prelude}settings, progress = Settings.from_environment(), Silent()\n{_CHILD['publish']}"
     first = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
     wait_for(marker.exists, seconds=60, what="the merge")

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from pgwal_pipeline.errors import LakeError, SlotLost
-from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.errors import LakeError, SlotLost
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
-from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.values.lsn import parse_lsn
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source, fresh_source
 

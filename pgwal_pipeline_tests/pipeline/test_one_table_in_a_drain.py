@@ -7,14 +7,14 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pgwal_pipeline.errors import DecodeError, LakeError, PgwalError
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.messages.errors import DecodeError, LakeError, PgwalError
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import catch_up
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.lsn import parse_lsn
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.faults import RUNS_OWN, TABLES_OWN, at_tables, injected
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source, wait_for

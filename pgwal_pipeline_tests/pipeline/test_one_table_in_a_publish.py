@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from pgwal_pipeline.errors import LakeError
+from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import maintenance, status, verify
 from pgwal_pipeline.pipeline import publish as publishes
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.faults import RUNS_OWN, TABLES_OWN, at_tables, injected
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source

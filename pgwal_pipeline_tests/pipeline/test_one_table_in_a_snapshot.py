@@ -9,11 +9,11 @@ import pytest
 from psycopg2.extensions import make_dsn, parse_dsn
 from pydantic import SecretStr
 
-from pgwal_pipeline.errors import BlockedByTransaction, LakeError
+from pgwal_pipeline.messages.errors import BlockedByTransaction, LakeError
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.faults import RUNS_OWN, TABLES_OWN, at_tables, injected
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source

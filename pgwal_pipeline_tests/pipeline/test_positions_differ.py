@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import status
 from pgwal_pipeline.pipeline.doctor import examine
-from pgwal_pipeline.progress import Silent
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.postgres.test_positions import FAR, flushed, shift_sql
 from pgwal_pipeline_tests.support import Source

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from pgwal_pipeline.errors import PgwalError
+from pgwal_pipeline.messages.errors import PgwalError
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline.doctor import Check, examine
 from pgwal_pipeline.pipeline.drop import drop
 from pgwal_pipeline.pipeline.status import status
 from pgwal_pipeline.pipeline.verify import verify
-from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source

@@ -8,10 +8,10 @@ from typing import Any
 import polars as pl
 import pytest
 
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.postgres.connection import Connection
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source
 
@@ -141,7 +141,7 @@ POINTS = [
     "publish.after_record",
 ]
 PUBLISH = """
-from pgwal_pipeline.lake.session import spark_session
+from pgwal_pipeline.spark.session import spark_session
 from pgwal_pipeline.pipeline.publish import publish
 publish(settings, lambda: spark_session(settings), progress=progress)
 """

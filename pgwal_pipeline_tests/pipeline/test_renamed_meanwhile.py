@@ -12,14 +12,14 @@ import pytest
 
 from pgwal_pipeline.lake import maintenance
 from pgwal_pipeline.lake.ledger import Publish, TablePointer, TableState
-from pgwal_pipeline.own_columns import CHUNK, GENERATION
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline import status as statuses
 from pgwal_pipeline.pipeline import table_rows
 from pgwal_pipeline.postgres import copy
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.own_columns import CHUNK, GENERATION
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source
 

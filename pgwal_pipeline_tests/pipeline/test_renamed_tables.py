@@ -7,12 +7,12 @@ import polars as pl
 import pytest
 
 from pgwal_pipeline.lake.ledger import TableState
-from pgwal_pipeline.lake.places import Places
+from pgwal_pipeline.lake.locations import Places
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline import status as statuses
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.values.relation import Relation, TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_schema_changes import converge, run
 from pgwal_pipeline_tests.support import Source

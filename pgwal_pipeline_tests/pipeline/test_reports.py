@@ -12,7 +12,7 @@ from pgwal_pipeline.pipeline.reports import (
     WindowReport,
     publish_json,
 )
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 
 ORDERS, ODD = TableName("shop", "orders"), TableName("public", "Order Lines")
 WINDOW = WindowReport(

@@ -7,12 +7,12 @@ import polars as pl
 import pytest
 
 from pgwal_pipeline import settings
-from pgwal_pipeline.errors import ChangeNotSent, SlotLost
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.messages.errors import ChangeNotSent, SlotLost
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import verify
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.lsn import parse_lsn
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source
 

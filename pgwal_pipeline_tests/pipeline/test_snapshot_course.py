@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from pgwal_pipeline import failpoints
+from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.lake.snapshots import SnapshotWriter
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import slot_watch
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.postgres.connection import plain_session
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 

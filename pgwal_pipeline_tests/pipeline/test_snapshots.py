@@ -10,13 +10,13 @@ import psycopg2
 import pytest
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SlotLost, SourceRefused, SourceUnavailable
 from pgwal_pipeline.lake.current import generation
+from pgwal_pipeline.messages.errors import SlotLost, SourceRefused, SourceUnavailable
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline.verify import verify
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source, wait_for
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.errors import SourceUnavailable
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.errors import SourceUnavailable
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.postgres import standbys
-from pgwal_pipeline.progress import Silent
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_connections import assert_raw_is_whole, drained, fill, prepared
 from pgwal_pipeline_tests.pipeline.test_gaps import ids_in_raw

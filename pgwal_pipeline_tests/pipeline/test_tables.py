@@ -10,7 +10,7 @@ import psycopg2
 import psycopg2.errors
 import pytest
 
-from pgwal_pipeline.relation import TableName, quote_ident
+from pgwal_pipeline.values.relation import TableName, quote_ident
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_values import exact, value_and_text

@@ -11,15 +11,15 @@ import pytest
 from psycopg2.extensions import make_dsn
 from pydantic import SecretStr
 
-from pgwal_pipeline.errors import SettingError, SourceRefused, SourceUnavailable
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.errors import SettingError, SourceRefused, SourceUnavailable
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline.doctor import examine
 from pgwal_pipeline.pipeline.drop import drop
 from pgwal_pipeline.pipeline.status import status
 from pgwal_pipeline.postgres import dsn
 from pgwal_pipeline.postgres.connection import plain_session
-from pgwal_pipeline.progress import Silent
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.postgres.tls import Authority, Pair, start_tls_server, terminator, tls_installation

@@ -8,9 +8,9 @@ from itertools import pairwise
 import polars as pl
 import pytest
 
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
-from pgwal_pipeline.progress import Silent
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.pipeline.test_values import assert_values
 from pgwal_pipeline_tests.support import Source

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from pgwal_pipeline.errors import SourceUnavailable
+from pgwal_pipeline.messages.errors import SourceUnavailable
+from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import verify as verifies
-from pgwal_pipeline.progress import Silent
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source
 

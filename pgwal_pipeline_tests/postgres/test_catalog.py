@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from pgwal_pipeline.errors import SourceRefused
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.messages.errors import SourceRefused
 from pgwal_pipeline.postgres import candidates, catalog, dsn
-from pgwal_pipeline.relation import Relation, TableName
+from pgwal_pipeline.values.lsn import parse_lsn
+from pgwal_pipeline.values.relation import Relation, TableName
 from pgwal_pipeline_tests.support import Source
 
 pytestmark = pytest.mark.matrix

@@ -15,7 +15,7 @@ import psycopg2.errors
 import pytest
 from psycopg2.extensions import make_dsn, parse_dsn
 
-from pgwal_pipeline.errors import SourceUnavailable
+from pgwal_pipeline.messages.errors import SourceUnavailable
 from pgwal_pipeline.postgres.dsn import connect, copying_connection, replication_connection
 from pgwal_pipeline_tests.support import Source, wait_for
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from pgwal_pipeline.errors import BlockedByTransaction, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
-from pgwal_pipeline.local.postgres import Postgres
-from pgwal_pipeline.lsn import parse_lsn
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.errors import BlockedByTransaction, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
 from pgwal_pipeline.postgres import catalog, command, copies, slot, standbys, waiting
 from pgwal_pipeline.postgres.copies import Room, SlotCopy
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream
+from pgwal_pipeline.values.lsn import parse_lsn
 from pgwal_pipeline_tests.postgres.standby import standby_of
 from pgwal_pipeline_tests.proxy import Proxy, proxied, tcp
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for

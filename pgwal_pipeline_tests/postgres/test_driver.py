@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from psycopg2.extras import ReplicationCursor
 
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.postgres.connection import ReplicationConnection, wait
 from pgwal_pipeline.postgres.driver import reading_cursor

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import psycopg2
 import pytest
 
-from pgwal_pipeline.errors import PgwalError, SettingError, SlotBusy, SourceRefused, SourceUnavailable
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.errors import PgwalError, SettingError, SlotBusy, SourceRefused, SourceUnavailable
 from pgwal_pipeline.postgres import dsn
 from pgwal_pipeline.postgres.connection import ReplicationConnection, plain_session, wait
 from pgwal_pipeline_tests.support import Source, wait_for

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from psycopg2.extensions import parse_dsn
 
-from pgwal_pipeline import amounts
-from pgwal_pipeline.errors import SourceRefused
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages import amounts
+from pgwal_pipeline.messages.errors import SourceRefused
 from pgwal_pipeline.postgres import health, publication, slot
 from pgwal_pipeline.postgres.dsn import connect, replication_connection
 from pgwal_pipeline.postgres.health import Check, doctor_checks

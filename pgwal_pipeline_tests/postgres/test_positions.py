@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from psycopg2.extensions import make_dsn, parse_dsn
 
-from pgwal_pipeline.errors import SourceRefused
-from pgwal_pipeline.local.postgres import Postgres
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.messages.errors import SourceRefused
 from pgwal_pipeline.postgres import catalog, health, positions, slot
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.health import Check

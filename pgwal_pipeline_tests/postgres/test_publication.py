@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import psycopg2
 import pytest
 
-from pgwal_pipeline.errors import SourceRefused
+from pgwal_pipeline.messages.errors import SourceRefused
 from pgwal_pipeline.postgres import candidates, catalog, dsn, publication
 from pgwal_pipeline.postgres.catalog import Connection
-from pgwal_pipeline.relation import TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.support import Source
 
 pytestmark = pytest.mark.matrix

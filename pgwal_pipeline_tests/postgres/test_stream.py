@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from psycopg2.extensions import make_dsn
 
-from pgwal_pipeline.errors import PgwalError, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
-from pgwal_pipeline.local.postgres import Postgres, servers
+from pgwal_pipeline.embedded.postgres import Postgres, servers
+from pgwal_pipeline.messages.errors import PgwalError, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.stream import ReplicationStream, start_command

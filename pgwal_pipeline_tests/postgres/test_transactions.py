@@ -11,8 +11,8 @@ import psycopg2
 import psycopg2.errors
 import pytest
 
-from pgwal_pipeline.errors import BlockedByTransaction, SourceRefused, SourceUnavailable
-from pgwal_pipeline.local.postgres import Postgres, servers
+from pgwal_pipeline.embedded.postgres import Postgres, servers
+from pgwal_pipeline.messages.errors import BlockedByTransaction, SourceRefused, SourceUnavailable
 from pgwal_pipeline.postgres import catalog, dsn, publication, transactions
 from pgwal_pipeline.postgres.connection import Connection, plain_session
 from pgwal_pipeline.postgres.transactions import begin_snapshot, older_transactions, wait_for_transactions

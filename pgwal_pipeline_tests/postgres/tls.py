@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from pgwal_pipeline.local.postgres import Installation, Postgres, servers
+from pgwal_pipeline.embedded.postgres import Installation, Postgres, servers
 from pgwal_pipeline_tests.support import start_server
 
 _SSL_REQUEST = struct.pack(">II", 8, 80877103)

@@ -1,0 +1,54 @@
+"""A folder of this user's for what can be fetched or made again: jars, a Java home, a trust store."""
+
+import contextlib
+import fcntl
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from pgwal_pipeline.messages.errors import PgwalError
+
+
+def user_cache() -> Path:
+    """The folder, made if it is not there: `XDG_CACHE_HOME` or the system's usual place, else a private one among the temporary files."""
+    for folder in _places():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+    folder = Path(tempfile.gettempdir(), f"pgwal_pipeline-{os.geteuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    check_private(folder)
+    return folder
+
+
+def check_private(folder: Path) -> None:
+    """Raise PgwalError unless `folder` is ours and only we may write to it: what is kept there is run later."""
+    status = folder.lstat()
+    if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PgwalError(
+            f"{folder} belongs to another user or others may write to it; remove it, so that programs can be kept there safely."
+        )
+
+
+@contextlib.contextmanager
+def held(name: str) -> Iterator[None]:
+    """Hold the lock `name` of the cache: one process at a time makes a thing, the others wait and find it made."""
+    with (user_cache() / f"{name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _places() -> Iterator[Path]:
+    named = os.environ.get("XDG_CACHE_HOME")
+    if named and Path(named).is_absolute():
+        yield Path(named) / "pgwal_pipeline"
+    try:
+        home = Path.home()
+    except RuntimeError:  # no HOME, and no such user in the password file
+        return
+    yield home / "Library/Caches/pgwal_pipeline" if sys.platform == "darwin" else home / ".cache/pgwal_pipeline"

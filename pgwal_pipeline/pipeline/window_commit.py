@@ -1,0 +1,262 @@
+"""From what was read of windows to windows that count: what the stream told is reviewed, the ledger takes them, raw names their files."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from deltalake import Schema
+
+from pgwal_pipeline import failpoints
+from pgwal_pipeline.decode.pgoutput import RelationMessage
+from pgwal_pipeline.lake.ledger import Ledger, TableState, Window
+from pgwal_pipeline.lake.locations import Places
+from pgwal_pipeline.lake.raw import commit_window
+from pgwal_pipeline.lake.stream_facts import Read, Refusal, StreamFacts
+from pgwal_pipeline.messages.errors import SlotBusy, TableError
+from pgwal_pipeline.messages.progress import Progress
+from pgwal_pipeline.pipeline.alterations import Look
+from pgwal_pipeline.pipeline.table_review import looks, next_xid, review_tables
+from pgwal_pipeline.pipeline.tally import WindowRead, changes_in
+from pgwal_pipeline.pipeline.window import Portions, StreamBroke, read_window
+from pgwal_pipeline.postgres import catalog
+from pgwal_pipeline.postgres.connection import Connection
+from pgwal_pipeline.postgres.stream import ReplicationStream
+from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.lsn import format_lsn, window_key
+from pgwal_pipeline.values.relation import Relation, TableName
+from pgwal_pipeline.values.xid import Snapshot
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One drain: what it goes by, its connection to the source and lake, and whom it tells how far it is."""
+
+    settings: Settings
+    ledger: Ledger
+    conn: Connection
+    server_version: int
+    warn: Callable[[str], None]
+    progress: Progress
+
+
+def window_of(slot: str, read: WindowRead) -> Window:
+    """What was read as the window that the ledger takes."""
+    return Window(
+        key=window_key(read.end_lsn),
+        slot=slot,
+        start_lsn=read.start_lsn,
+        end_lsn=read.end_lsn,
+        state="prepared",
+        transactions=read.transactions,
+        changes=read.changes,
+        bytes=read.bytes,
+        seconds=read.seconds,
+        min_xid=read.min_xid,
+        max_xid=read.max_xid,
+        marks=read.marks,
+        tables=read.writes,
+    )
+
+
+def read_from(
+    stream: ReplicationStream,
+    ledger: Ledger,
+    conn: Connection,
+    limits: tuple[int, int],
+    *,
+    memory_budget: int,
+    largest_row: int,
+    progress: Progress,
+    stage: str = "drain",
+    expected: Mapping[str, Schema] | None = None,
+    portions: Portions | None = None,
+) -> WindowRead:
+    """Read the WAL between two LSNs as `read_window` does, with the tables as the ledger has them now, asking the catalog on `conn`."""
+    return read_window(
+        stream,
+        ledger.lake,
+        Places.of(ledger.tables()),
+        describe_on(conn),
+        start_lsn=limits[0],
+        end_lsn=limits[1],
+        memory_budget=memory_budget,
+        largest_row=largest_row,
+        progress=progress,
+        stage=stage,
+        expected=expected,
+        portions=portions,
+    )
+
+
+def read_ahead(
+    stream: ReplicationStream,
+    settings: Settings,
+    ledger: Ledger,
+    conn: Connection,
+    limits: tuple[int, int],
+    *,
+    memory_budget: int,
+    progress: Progress,
+    stage: str = "drain",
+    expected: Mapping[str, Schema] | None = None,
+) -> Read:
+    """Read one window of a plan with a share of the memory, for the ledger to take.
+
+    What came whole of it where the stream breaks is written down before it raises.
+    """
+    try:
+        read = read_from(
+            stream,
+            ledger,
+            conn,
+            limits,
+            memory_budget=memory_budget,
+            largest_row=settings.largest_row,
+            progress=progress,
+            stage=stage,
+            expected=expected,
+        )
+    except StreamBroke as broke:
+        keep_what_came(ledger, settings.slot, broke)
+        raise
+    return Read(window_of(settings.slot, read), read.facts)
+
+
+def keep_what_came(ledger: Ledger, slot: str, broke: StreamBroke) -> None:
+    """Write down what came whole before a stream broke off, as a window of its own; see `Ledger.refined`."""
+    if broke.kept is not None:
+        ledger.record_read(Read(window_of(slot, broke.kept), broke.kept.facts))
+
+
+def review(run: Pass, before: Mapping[TableName, Look], facts: StreamFacts, ended: Snapshot | None) -> dict[TableName, Look]:
+    """Look at the tables again and write down what became of them; returns the looks. To be done before the windows read count.
+
+    `ended` has every transaction that committed before the windows' end, and maybe some that committed just after it; None where the stream
+    goes on, so that what it did not tell it may still tell.
+    """
+    found = looks(run.conn, run.settings.publication)
+    rewrites = run.settings.on_rewrite == "resnapshot"
+    news = review_tables(run.ledger, before, found, facts, ended, next_xid(run.conn), rewrites=rewrites)
+    for table, reason in news.items():
+        run.warn(f"Table {table}: {reason}.")
+    if facts.refused:
+        _record_refusals(run, facts.refused)
+        failpoints.hit("drain.after_refusal")
+    return found
+
+
+def _record_refusals(run: Pass, refused: Mapping[str, Refusal]) -> None:
+    """Write down the tables that the windows left out, before anything counts that lacks their changes."""
+    unborn_xid = next_xid(run.conn)
+    news: dict[str, str] = {}
+
+    def decide(known: Mapping[TableName, TableState]) -> list[TableState]:
+        states = [
+            _refused(state, refused[str(state.place)], unborn_xid)
+            for state in known.values()
+            if str(state.place) in refused and state.followed
+        ]
+        news.clear()
+        news.update({str(state.table): state.reason or "" for state in states})
+        return states
+
+    run.ledger.amend_tables(decide)
+    for table, reason in news.items():
+        run.warn(f"Table {table} is left out: {reason}")
+
+
+def _refused(state: TableState, refusal: Refusal, unborn_xid: int) -> TableState:
+    """The state of a table of which the windows have nothing: what they had of it is only in the source now."""
+    if refusal.oid == state.oid:
+        return state.with_gap(refusal.stage, gap_reason(state.table, refusal.stage, refusal.lsn, refusal.reason), refusal.lsn)
+    unread = replace(state, generation=None, reading=None, published=None)
+    reason = f"it is read again, for another one that stood there before: {refusal.reason}"
+    return replace(unread, state="pending", reason=reason, joined_xid=unborn_xid)
+
+
+def gap_reason(table: TableName, stage: str, lsn: int, sentence: str) -> str:
+    """Why a table is left out of raw: what failed and where, and the way back."""
+    return (
+        f"{sentence} (at {stage}, {format_lsn(lsn)}; its changes from there on are not in raw: "
+        f"mend the cause, then run `pgwal resnapshot '{table}'`.)"
+    )
+
+
+def count(ledger: Ledger, windows: Sequence[Window], warn: Callable[[str], None]) -> tuple[Window, ...]:
+    """Make windows durable, all at once: from their ledger record on they are never read again, whatever happens to what follows.
+
+    Returns them as they count, without the tables whose own fault it was that they could not be committed.
+    """
+    ledger.append_windows(windows)
+    failpoints.hit("drain.after_prepared")
+    return _complete(ledger, windows, warn)
+
+
+def recover(ledger: Ledger, warn: Callable[[str], None]) -> tuple[Window, ...]:
+    """Complete the windows that were prepared when a process died: their files are durable, so they are named in raw and done."""
+    windows = ledger.prepared()
+    return _complete(ledger, windows, warn) if windows else ()
+
+
+def _complete(ledger: Ledger, windows: Sequence[Window], warn: Callable[[str], None]) -> tuple[Window, ...]:
+    """Name the windows' files in raw, and write them down as complete.
+
+    A table that fails by its own fault is written down with its gap first, and the windows lack it from there on.
+    """
+    failed: dict[str, TableError] = {}
+    done = []
+    for window in windows:
+        wanted = tuple(write for write in window.tables if write.path not in failed)
+        found = commit_window(ledger.lake, window.key, wanted)
+        if found:
+            failed |= found
+            _record_uncommitted(ledger, found, window.start_lsn, warn)
+            failpoints.hit("drain.after_uncommitted")
+        kept = tuple(write for write in wanted if write.path not in failed)
+        changes = window.changes if len(kept) == len(window.tables) else changes_in(kept)
+        done.append(replace(window, state="complete", tables=kept, changes=changes))
+    failpoints.hit("drain.before_complete")
+    ledger.append_windows(done)
+    return tuple(done)
+
+
+def _record_uncommitted(ledger: Ledger, failed: Mapping[str, TableError], lsn: int, warn: Callable[[str], None]) -> None:
+    def decide(known: Mapping[TableName, TableState]) -> list[TableState]:
+        return [
+            state.with_gap("commit", gap_reason(state.table, "commit", lsn, str(error)), lsn)
+            for state in known.values()
+            if state.followed and (error := failed.get(ledger.lake.raw(state.place))) is not None
+        ]
+
+    ledger.amend_tables(decide)
+    for error in failed.values():
+        warn(f"{error} The table is left out from {format_lsn(lsn)} on.")
+
+
+def open_stream(run: Pass, start_lsn: int) -> ReplicationStream:
+    """The slot's stream from `start_lsn` on; see `slot_stream`."""
+    return slot_stream(run.settings, start_lsn, run.server_version)
+
+
+def slot_stream(settings: Settings, start_lsn: int, server_version: int) -> ReplicationStream:
+    """The slot's stream; a walsender that still holds it, though its client has gone, is waited for, for PGWAL_BUSY_TIMEOUT."""
+    deadline = time.monotonic() + settings.busy_timeout
+    while True:
+        try:
+            return ReplicationStream.open(settings.dsn, settings.slot, settings.publication, start_lsn, server_version=server_version)
+        except SlotBusy:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def describe_on(conn: Connection) -> Callable[[RelationMessage], Relation]:
+    """The catalog's answer to a Relation message, asked on `conn` from whichever thread decodes."""
+    lock = threading.Lock()
+
+    def describe(message: RelationMessage) -> Relation:
+        with lock:
+            return catalog.describe(conn, message)
+
+    return describe

@@ -1,0 +1,57 @@
+"""`python -m pgwal_pipeline.spark.record_classes`: let each Spark of this installation start sooner from now on.
+
+A session of its own does a little of what publishes do, and Java records what it loaded for that.
+"""
+
+import os
+import sys
+import tempfile
+
+from pgwal_pipeline.lake.statements import table_at
+from pgwal_pipeline.messages.errors import PgwalError
+from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.spark import class_archive
+from pgwal_pipeline.spark.internals import jvm_of_this_process
+from pgwal_pipeline.spark.java import find_java
+from pgwal_pipeline.spark.session import spark_session
+
+_NEWEST = "SELECT id, v, gone FROM (SELECT *, row_number() OVER (PARTITION BY id ORDER BY place DESC) AS nth FROM changes) WHERE nth = 1"
+
+
+def _publish_a_little(folder: str) -> None:
+    """Delta tables written, read and merged into; returns when the JVM is gone."""
+    settings = Settings(lake=folder, spark_master="local[2]", spark_conf={"spark.driver.memory": "1g"})
+    spark = spark_session(settings, app_name="pgwal-record-classes")
+    end_jvm = jvm_of_this_process()
+    path = f"{folder}/current"
+    rows = spark.range(100).selectExpr("id", "cast(id AS string) AS v", "id % 7 = 3 AS gone", "id AS place", "timestamp_micros(id) AS at")
+    rows.selectExpr("id", "v", "gone").write.format("delta").save(path)
+    rows.selectExpr("id + 50 AS id", "v", "gone", "place", "at").where("id >= 50").write.format("delta").save(f"{folder}/raw")
+    spark.read.format("delta").load(f"{folder}/raw").createOrReplaceTempView("changes")
+    spark.sql(_NEWEST).createOrReplaceTempView("newest")
+    spark.sql(
+        f"MERGE INTO {table_at(path)} t USING newest s ON t.id <=> s.id WHEN MATCHED AND s.gone THEN DELETE "
+        "WHEN MATCHED THEN UPDATE SET * WHEN NOT MATCHED AND NOT s.gone THEN INSERT *"
+    ).collect()
+    rows.write.parquet(f"{folder}/chunk")
+    spark.read.parquet(f"{folder}/chunk").join(spark.read.format("delta").load(path), "id").count()
+    spark.stop()
+    end_jvm()
+
+
+def main() -> None:
+    """Record the classes; where that cannot be, a sentence says that Spark starts slower."""
+    java = find_java()
+    if class_archive.options(java):
+        return
+    print("Recording what Spark loads, so that it starts sooner; this happens once.", file=sys.stderr, flush=True)  # noqa: T201
+    try:
+        with class_archive.recorded(java) as options, tempfile.TemporaryDirectory() as folder:
+            os.environ["SPARK_SUBMIT_OPTS"] = " ".join([os.environ.get("SPARK_SUBMIT_OPTS", ""), *options]).strip()
+            _publish_a_little(folder)
+    except PgwalError as error:
+        print(f"{error} Spark goes on without, and starts slower.", file=sys.stderr)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The Spark session that reads and merges the lake: a classic one on any master, or one on a Spark Connect server.
+
+A process has one session; starting one takes seconds, so it is made once for all tables of a run.
+"""
+
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pgwal_pipeline.host.cache import user_cache
+from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.spark import class_archive
+from pgwal_pipeline.spark.jars import delta_packages, ensure, s3_packages
+from pgwal_pipeline.spark.java import ensure_java, find_java
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_LOG_SETTINGS = Path(__file__).with_name("log4j2.properties")
+_REMOTE_SECONDS = 15.0
+
+DELTA_EXTENSION = "io.delta.sql.DeltaSparkSessionExtension"
+DELTA_CATALOG = "org.apache.spark.sql.delta.catalog.DeltaCatalog"
+
+# Settings of a session rather than of the cluster it runs on: a Connect server takes these from its client.
+_SESSION_CONF: Mapping[str, str] = {
+    "spark.sql.session.timeZone": "UTC",
+    # Spark's default INT96 is read wrongly by others outside 1677 to 2262.
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
+    # Dates and times before 1900 as they are: the proleptic Gregorian calendar, which Postgres and delta-rs have too.
+    "spark.sql.parquet.datetimeRebaseModeInRead": "CORRECTED",
+    "spark.sql.parquet.datetimeRebaseModeInWrite": "CORRECTED",
+    "spark.sql.parquet.int96RebaseModeInRead": "CORRECTED",
+    "spark.sql.parquet.int96RebaseModeInWrite": "CORRECTED",
+    # A window's key is text, whatever it looks like.
+    "spark.sql.sources.partitionColumnTypeInference.enabled": "false",
+    "spark.sql.adaptive.enabled": "true",
+    "spark.databricks.delta.properties.defaults.enableDeletionVectors": "true",
+}
+_CHECKSUMS = "parquet.page.verify-checksum.enabled"  # a damaged page is an error then, rather than other values
+
+
+def spark_session(settings: Settings, *, app_name: str = "pgwal", say: Callable[[str], None] = lambda _: None) -> "SparkSession":
+    """The session that `settings` ask for: the process's own when it has one, else a new one.
+
+    `say` gets a line when something slow happens first (the jars are fetched, once). Raises LakeError when Spark or the Connect server
+    cannot be reached, PgwalError when there is no Java or the jars cannot be had.
+    """
+    if settings.spark_remote is not None:
+        return _remote_session(settings, settings.spark_remote)
+    from pyspark.errors import PySparkException
+    from pyspark.sql import SparkSession
+
+    os.environ.update(launch_environment(settings))
+    builder = SparkSession.builder.master(settings.spark_master).appName(app_name)
+    for name, value in spark_conf(settings, jars=ensure_jars(settings, say)).items():
+        builder = builder.config(name, value)
+    try:
+        return builder.getOrCreate()
+    except PySparkException as error:
+        raise LakeError(
+            f"Spark did not start on {settings.spark_master} ({str(error).splitlines()[0]}); look at what it wrote above, and at "
+            f"PGWAL_SPARK_MASTER and PGWAL_SPARK_CONF. Its Java is that of {os.environ['JAVA_HOME']}."
+        ) from error
+
+
+def spark_conf(
+    settings: Settings,
+    *,
+    jars: Sequence[Path] = (),
+    environment: Mapping[str, str] = os.environ,
+    cores: int | None = None,
+    memory: int | None = None,
+) -> dict[str, str]:
+    """The Spark settings of a classic session, `PGWAL_SPARK_CONF` over all others.
+
+    `jars` are Delta's and S3's; `environment` is read for `AWS_*`; `cores` and `memory` (bytes) are this machine's unless given, and count
+    only where Spark runs on this machine.
+    """
+    conf = dict(_SESSION_CONF)
+    conf["spark.sql.extensions"] = DELTA_EXTENSION
+    conf["spark.sql.catalog.spark_catalog"] = DELTA_CATALOG
+    # Tables side by side share the cores evenly, rather than each waiting for the one before.
+    conf["spark.scheduler.mode"] = "FAIR"
+    conf["spark.ui.showConsoleProgress"] = "false"
+    conf["spark.sql.debug.maxToStringFields"] = "1000"
+    conf[f"spark.hadoop.{_CHECKSUMS}"] = "true"
+    if jars:
+        conf["spark.jars"] = ",".join(jar.as_uri() for jar in jars)
+    if on_this_machine(settings.spark_master):
+        conf |= _local_conf(settings.spark_master, cores or os.cpu_count() or 1, memory or _machine_memory())
+    if settings.lake.startswith("s3://"):
+        conf |= s3_conf(environment)
+    return conf | settings.spark_conf
+
+
+def s3_conf(environment: Mapping[str, str]) -> dict[str, str]:
+    """S3A's settings from the `AWS_*` variables that delta-rs reads too. The keys stand in none: Spark takes them from the environment."""
+    conf = {"spark.hadoop.fs.s3.impl": "org.apache.hadoop.fs.s3a.S3AFileSystem"}
+    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
+    if region:
+        conf["spark.hadoop.fs.s3a.endpoint.region"] = region
+    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or environment.get("AWS_ENDPOINT")
+    if endpoint:
+        conf["spark.hadoop.fs.s3a.endpoint"] = endpoint
+        conf["spark.hadoop.fs.s3a.path.style.access"] = "true"
+        conf["spark.hadoop.fs.s3a.connection.ssl.enabled"] = "false" if endpoint.startswith("http://") else "true"
+        conf.setdefault("spark.hadoop.fs.s3a.endpoint.region", "us-east-1")
+    return conf
+
+
+def launch_environment(settings: Settings) -> dict[str, str]:
+    """The environment variables with which Spark's JVM starts for `settings`."""
+    variables = ensure_java()
+    options = variables.get("SPARK_SUBMIT_OPTS", os.environ.get("SPARK_SUBMIT_OPTS", ""))
+    if "log4j2.configurationFile" not in options:
+        options += f" -Dlog4j2.configurationFile={_LOG_SETTINGS.as_uri()}"
+    if "SharedArchiveFile" not in options:
+        options = " ".join([options, *class_archive.options(find_java())])
+    variables["SPARK_SUBMIT_OPTS"] = options.strip()
+    if on_this_machine(settings.spark_master):
+        variables["SPARK_LOCAL_IP"] = "127.0.0.1"
+    else:
+        del variables["PYSPARK_PYTHON"]  # this interpreter's path means nothing on another machine
+    return variables
+
+
+def ensure_jars(settings: Settings, say: Callable[[str], None]) -> tuple[Path, ...]:
+    """The jars that a session for `settings` needs; fetched at the first use."""
+    jars = ensure(delta_packages(), say, settings.spark_conf)
+    if settings.lake.startswith("s3://"):
+        jars += ensure(s3_packages(), say, settings.spark_conf)
+    return jars
+
+
+def on_this_machine(master: str) -> bool:
+    """Whether `master` runs all of Spark here: `local…` or `local-cluster[…]`."""
+    return re.match(r"local(\[|-cluster\[|$)", master) is not None
+
+
+def reach(address: str) -> tuple[str, int]:
+    """Host and port of the Connect server `address` (`sc://…`). Raises LakeError where nobody answers there."""
+    match = re.match(r"sc://(\[[^\]]+\]|[^:/;]+)(?::(\d+))?", address)
+    host, port = (match[1].strip("[]"), int(match[2] or 15002)) if match else (address, 15002)
+    try:
+        socket.create_connection((host, port), timeout=_REMOTE_SECONDS).close()
+    except OSError as error:
+        raise LakeError(
+            f"The Spark Connect server {host}:{port} of PGWAL_SPARK_REMOTE cannot be reached ({error}); start it, or correct the address."
+        ) from None
+    return host, port
+
+
+def _local_conf(master: str, cores: int, memory: int) -> dict[str, str]:
+    asked = re.search(r"\[(\d+)(?:,(\d+))?", master)
+    if asked is not None:
+        cores = int(asked[1]) * int(asked[2] or 1)
+    return {
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        # A quarter of the machine, from 1 to 8 GB: Postgres, Dagster and Arrow want theirs.
+        "spark.driver.memory": f"{min(max(memory >> 22, 1024), 8192)}m",
+        "spark.ui.enabled": "false",
+        # Spark makes this folder, empty, in the working directory otherwise.
+        "spark.sql.warehouse.dir": (user_cache() / "spark-warehouse").as_uri(),
+        # Spark's own defaults (200, and Delta's 50) are made for clusters: each empty task costs milliseconds here.
+        "spark.sql.shuffle.partitions": str(min(max(2 * cores, 4), 64)),
+        "spark.databricks.delta.snapshotPartitions": "2",
+    }
+
+
+def _machine_memory() -> int:
+    """Bytes of memory of this machine, or of the container if that has less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return memory
+    return min(memory, int(limit)) if limit.isdigit() else memory
+
+
+def _remote_session(settings: Settings, address: str) -> "SparkSession":
+    """A session on the Connect server `address`: what a client may set is set, the rest is the server's."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql.connect.session import SparkSession as ConnectSession
+
+    # The client itself tries again for many minutes before it says that nobody is there.
+    host, port = reach(address)
+    # pyspark.sql.functions look here for which kind of session they are to make columns for.
+    os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
+    try:
+        session = ConnectSession.builder.remote(address).getOrCreate()
+        if DELTA_EXTENSION not in (session.conf.get("spark.sql.extensions", "") or ""):
+            raise LakeError(
+                f"The Spark Connect server {host}:{port} has no Delta Lake; start it with spark.sql.extensions={DELTA_EXTENSION} and "
+                f"spark.sql.catalog.spark_catalog={DELTA_CATALOG}."
+            )
+        for name, value in {**_SESSION_CONF, **settings.spark_conf}.items():
+            if session.conf.isModifiable(name) or name.startswith("spark.databricks."):
+                session.conf.set(name, value)
+        session.conf.set(_CHECKSUMS, "true")
+    except PySparkException as error:
+        raise LakeError(f"The Spark Connect server {host}:{port} refused a session ({str(error).splitlines()[0]}).") from error
+    return session  # pyright: ignore[reportReturnType] (the same interface, by design of Spark)
