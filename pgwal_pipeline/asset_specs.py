@@ -126,7 +126,7 @@ class AssetSpecs:
                 f"Every committed change of {code_span(str(known.table))}, exactly once, in an append-only Delta table. "
                 "A partition is a window of the write-ahead log; its key is the end LSN."
             ),
-            metadata=_stored(self.lake.raw(known.place), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}),
+            metadata=_stored(self.lake.raw(known.location), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}),
         )
 
     def snapshot(self, known: KnownTable) -> dg.AssetSpec:
@@ -143,7 +143,7 @@ class AssetSpecs:
                 "stream goes on. Materialize it to read the table again."
             ),
             metadata=_stored(
-                self.lake.snapshot(known.place),
+                self.lake.snapshot(known.location),
                 _lake_schema(known, _CURRENT_COLUMNS[1:]),
                 {name: [source] for name in _names(known)},
             ),
@@ -165,7 +165,7 @@ class AssetSpecs:
                 "All current tables are at the same LSN: joining them shows one state of the source."
             ),
             metadata=_stored(
-                self.lake.current(known.place),
+                self.lake.current(known.location),
                 _lake_schema(known, _CURRENT_COLUMNS),
                 {name: [raw, snapshot] for name in _names(known)},
             ),

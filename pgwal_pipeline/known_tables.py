@@ -44,7 +44,7 @@ class KnownTable:
     oid: int = 0
 
     @property
-    def place(self) -> TableName:
+    def location(self) -> TableName:
         """Its location: the name of its Delta tables in the lake."""
         return self.kept_as or self.table
 
@@ -114,13 +114,13 @@ def _home() -> Path:
     return Path(os.environ.get("DAGSTER_HOME") or ".dagster").expanduser().absolute()
 
 
-def refresh(settings: Settings, places: Mapping[int, TableName] | None = None) -> tuple[KnownTable, ...]:
+def refresh(settings: Settings, locations: Mapping[int, TableName] | None = None) -> tuple[KnownTable, ...]:
     """Fetch the tables from the source, write them to the state file and return them. Raises as `fetch` does.
 
-    `places` are the tables' locations in the lake by oid, which the source does not know. Without it each table keeps the location that
+    `locations` are the tables' locations in the lake by oid, which the source does not know. Without it each table keeps the location that
     the last `refresh` wrote.
     """
-    tables = _placed(fetch(settings), places or {known.oid: known.place for known in remembered(settings)})
+    tables = _placed(fetch(settings), locations or {known.oid: known.location for known in remembered(settings)})
     path = state_path(settings)
     text = dump(tables)
     if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -131,14 +131,14 @@ def refresh(settings: Settings, places: Mapping[int, TableName] | None = None) -
     return tables
 
 
-def _placed(tables: Iterable[KnownTable], places: Mapping[int, TableName]) -> tuple[KnownTable, ...]:
-    from pgwal_pipeline.lake.locations import free_place
+def _placed(tables: Iterable[KnownTable], locations: Mapping[int, TableName]) -> tuple[KnownTable, ...]:
+    from pgwal_pipeline.lake.locations import free_location
 
     found = []
     for known in tables:
-        others = {place for oid, place in places.items() if oid != known.oid}
-        place = places.get(known.oid) or free_place(known.table, known.oid, others)
-        found.append(replace(known, kept_as=None if place == known.table else place))
+        others = {location for oid, location in locations.items() if oid != known.oid}
+        location = locations.get(known.oid) or free_location(known.table, known.oid, others)
+        found.append(replace(known, kept_as=None if location == known.table else location))
     return tuple(found)
 
 

@@ -76,11 +76,11 @@ def test_remembered_when_the_source_is_down(source: Source, home: Path) -> None:
     assert known_tables.remembered(here) == tables
     # Where they stand in the lake, which the source does not know.
     (moved,) = known_tables.refresh(here, {tables[0].oid: TableName("public", "z")})
-    assert moved.place == TableName("public", "z")
+    assert moved.location == TableName("public", "z")
     assert known_tables.refresh(here) == known_tables.remembered(here) == (moved,)
     source.sql("ALTER TABLE a RENAME TO b; CREATE TABLE z (id int PRIMARY KEY)")
     b, z = known_tables.refresh(here)
-    assert (b.table.name, b.place.name, z.table.name, z.place.name) == ("b", "z", "z", f"z_{z.oid}")
+    assert (b.table.name, b.location.name, z.table.name, z.location.name) == ("b", "z", "z", f"z_{z.oid}")
     source.sql("DROP TABLE z; ALTER TABLE b RENAME TO a")
     (kept,) = (home / "pgwal").iterdir()
     assert kept == known_tables.state_path(here)

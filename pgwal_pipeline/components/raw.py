@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from pgwal_pipeline.components.failures import at_work
-from pgwal_pipeline.components.requests import LOOK, Look
+from pgwal_pipeline.components.requests import LOOK, SourceReading
 from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, slot_of
 from pgwal_pipeline.components.steps import Step
 from pgwal_pipeline.messages import progress
@@ -77,7 +77,7 @@ def report_windows(context: StepContext, source: CdcSource, report: DrainReport,
             context.log_event(dg.AssetMaterialization(source.names.raw(table), partition=window.key, metadata=metadata))
 
 
-def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[DrainReport, Look | None]:
+def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[DrainReport, SourceReading | None]:
     """Return the report for the run's window: drained now, or taken from the ledger if it was drained before.
 
     The second value is what was read of the source before draining; None if nothing was drained. Raises Failure for a window that cannot be
@@ -119,7 +119,7 @@ def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[Dra
         )
     if frontier is None:
         context.log.info("The lake is empty: the slot is created now, and the first window begins there.")
-    return slot.drain(end, progress.for_run(context.log)), Look(reading.snapshot, reading.insert_lsn, at)
+    return slot.drain(end, progress.for_run(context.log)), SourceReading(reading.snapshot, reading.insert_lsn, at)
 
 
 def _drained_meanwhile(context: StepContext, ledger: "Ledger", end: int) -> bool:

@@ -35,7 +35,7 @@ _OBSERVATIONS = 20
 
 
 @dataclass(frozen=True)
-class Look:
+class SourceReading:
     """What the source showed at the time `at` (Unix seconds): its `snapshot`, and the WAL's end `insert_lsn`, read after the snapshot.
 
     Once the slot is confirmed at `insert_lsn`, every transaction that had ended by `at` is read. From then on nothing is unread for as long
@@ -47,7 +47,7 @@ class Look:
     at: float
 
 
-def look_again(looks: Sequence[Look], reading: LagReading, now: float) -> tuple[tuple[Look, ...], float | None]:
+def look_again(looks: Sequence[SourceReading], reading: LagReading, now: float) -> tuple[tuple[SourceReading, ...], float | None]:
     """Add `reading` to `looks`; return those worth keeping, oldest first, and for how many seconds a commit may have been unread.
 
     The seconds are None if nothing is unread. They count from the newest entry that the slot has read, or from the oldest one if it has
@@ -56,13 +56,13 @@ def look_again(looks: Sequence[Look], reading: LagReading, now: float) -> tuple[
     looks = [replace(look, at=min(look.at, now)) for look in looks]
     confirmed = reading.confirmed_flush_lsn if reading.confirmed_flush_lsn is not None else -1
     if reading.insert_lsn <= confirmed:
-        return (Look(reading.snapshot, reading.insert_lsn, now),), None
+        return (SourceReading(reading.snapshot, reading.insert_lsn, now),), None
     read = [look for look in looks if look.insert_lsn <= confirmed][-1:]
     if read and read[0].snapshot == reading.snapshot:
         return (replace(read[0], at=now),), None
     waiting = [look for look in looks if look.insert_lsn > confirmed]
     if all(look.snapshot != reading.snapshot for look in waiting):
-        waiting = [*waiting[: _LOOKS - 1], Look(reading.snapshot, reading.insert_lsn, now)]
+        waiting = [*waiting[: _LOOKS - 1], SourceReading(reading.snapshot, reading.insert_lsn, now)]
     since = [*read, *waiting][0].at
     return (*read, *waiting), max(0.0, now - since)
 
@@ -109,7 +109,7 @@ def window_to_drain(reading: LagReading, last_key: str | None = None) -> str | N
     return window_key(reading.flush_lsn) if reading.flush_lsn > confirmed else None
 
 
-def look_of_last_drain(instance: dg.DagsterInstance, slot: dg.AssetKey) -> Look | None:
+def look_of_last_drain(instance: dg.DagsterInstance, slot: dg.AssetKey) -> SourceReading | None:
     """Return what the newest drain saw of the source before it read, None if none is recorded.
 
     It is the start for a sensor whose cursor is empty, and for the schedule, which has none.
@@ -118,7 +118,7 @@ def look_of_last_drain(instance: dg.DagsterInstance, slot: dg.AssetKey) -> Look 
         observation = record.asset_observation
         entry = observation.metadata.get(LOOK) if observation is not None else None
         if isinstance(entry, dg.JsonMetadataValue) and isinstance(entry.data, dict):
-            return Look(**entry.data)
+            return SourceReading(**entry.data)
     return None
 
 

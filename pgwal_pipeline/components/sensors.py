@@ -11,7 +11,7 @@ from pgwal_pipeline.asset_specs import HEALTH_CHECK
 from pgwal_pipeline.components.checks import Verdict, judge_health
 from pgwal_pipeline.components.jobs import Jobs
 from pgwal_pipeline.components.processes import end_dead_runs
-from pgwal_pipeline.components.requests import Look, busy, look_again, look_of_last_drain, pausing, what_is_due, window_to_drain
+from pgwal_pipeline.components.requests import SourceReading, busy, look_again, look_of_last_drain, pausing, what_is_due, window_to_drain
 from pgwal_pipeline.components.source import SLOT_TAG, SNAPSHOT_TAG, CdcSource
 from pgwal_pipeline.pipeline.reports import LagReading
 from pgwal_pipeline.values.lsn import window_key
@@ -27,14 +27,14 @@ _REPORT_SECONDS = 300.0  # between two reports of an unchanged verdict
 class LagCursor:
     """What the lag sensor keeps from tick to tick.
 
-    `key` is the window it requested last; `attempt` counts its requests, so that no two share a run key. `looks`: see `requests.Look`.
-    `flush_lsn` and `at` (Unix seconds) are the last reading, from which the WAL rate is computed. `verdict` and `reported_at` are the
-    health it reported last, and when.
+    `key` is the window it requested last; `attempt` counts its requests, so that no two share a run key. `looks`: see
+    `requests.SourceReading`. `flush_lsn` and `at` (Unix seconds) are the last reading, from which the WAL rate is computed. `verdict` and
+    `reported_at` are the health it reported last, and when.
     """
 
     key: str | None = None
     attempt: int = 0
-    looks: tuple[Look, ...] = ()
+    looks: tuple[SourceReading, ...] = ()
     flush_lsn: int | None = None
     at: float = 0.0
     verdict: str = ""
@@ -45,7 +45,7 @@ class LagCursor:
         """Parse what `dump` wrote; return a new cursor if `text` is None or written by another version."""
         try:
             values: dict[str, Any] = dict(json.loads(text or "{}"))
-            values["looks"] = tuple(Look(**look) for look in values.get("looks", ()))
+            values["looks"] = tuple(SourceReading(**look) for look in values.get("looks", ()))
             return cls(**values)
         except (ValueError, TypeError):
             return cls()
@@ -113,7 +113,7 @@ def _held_up(instance: dg.DagsterInstance, source: CdcSource, jobs: Jobs) -> str
     return busy(instance, SLOT_TAG, source.tag) or pausing(instance, SLOT_TAG, source.tag, watched)
 
 
-def _first_look(instance: dg.DagsterInstance, source: CdcSource) -> tuple[Look, ...]:
+def _first_look(instance: dg.DagsterInstance, source: CdcSource) -> tuple[SourceReading, ...]:
     look = look_of_last_drain(instance, source.names.slot)
     return () if look is None else (look,)
 

@@ -157,14 +157,14 @@ def hint_unknown(context: StepContext, source: CdcSource, tables: Iterable[Table
     from pgwal_pipeline.lake.ledger import Ledger
 
     settings = slot_of(context, source).settings
-    places = {state.oid: state.place for state in Ledger(Lake(settings.lake)).tables().values() if state.followed}
+    locations = {state.oid: state.location for state in Ledger(Lake(settings.lake)).tables().values() if state.followed}
     unknown = [table for table in sorted(tables) if not source.knows(table)]
     if unknown:
         listed = ", ".join(map(str, unknown))
         context.log.warning(f"Captured, but not yet among the definitions: {listed}. Reload the code location to see them as assets.")
-    if not unknown and all(places.get(known.oid, known.place) == known.place for known in source.tables):
+    if not unknown and all(locations.get(known.oid, known.location) == known.location for known in source.tables):
         return
     try:
-        refresh(settings, places)
+        refresh(settings, locations)
     except PgwalError as error:
         context.log.warning(f"The tables' state was not refreshed: {error}")

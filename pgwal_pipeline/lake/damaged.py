@@ -24,20 +24,20 @@ _OURS: Mapping[Layer, Callable[[DeltaTable], bool]] = {
 }
 
 
-def raw_is_whole(lake: Lake, place: TableName) -> bool:
-    """Whether the raw table at a place, if there is one, can be read, and has all the files that its log names."""
-    path = lake.layer_path("raw", place)
+def raw_is_whole(lake: Lake, location: TableName) -> bool:
+    """Whether the raw table at a location, if there is one, can be read, and has all the files that its log names."""
+    path = lake.layer_path("raw", location)
     return _usable(lake, "raw", path) and not _wrong_files(lake, path)
 
 
-def heal(lake: Lake, place: TableName) -> dict[Layer, str]:
+def heal(lake: Lake, location: TableName) -> dict[Layer, str]:
     """Make sure that a table can be read again: set aside what cannot be used of raw, snapshot and `current`; where it went, by layer.
 
     A raw or snapshot table that only lacks files goes on without them. Raises LakeError where the lake cannot be written.
     """
     moved: dict[Layer, str] = {}
     for layer in _OURS:
-        path = lake.layer_path(layer, place)
+        path = lake.layer_path(layer, location)
         if not _usable(lake, layer, path):
             moved[layer] = _set_aside(lake, path)
         elif layer != "current":  # which is replaced as a whole

@@ -184,9 +184,9 @@ class Ledger:
         """Write down what `decide` makes of where the tables stand; it is asked again where another process was faster."""
         self._tables.append(lambda rows: as_rows.state_rows(decide({state.table: state for state in as_rows.states(rows)}), _now()))
 
-    def chunks(self, place: TableName, generation: str) -> tuple[Chunk, ...]:
-        """The chunks of one snapshot of the table at a place, in their order."""
-        rows = self._chunks.rows().filter((pc.field("table") == str(place)) & (pc.field("generation") == generation))
+    def chunks(self, location: TableName, generation: str) -> tuple[Chunk, ...]:
+        """The chunks of one snapshot of the table at a location, in their order."""
+        rows = self._chunks.rows().filter((pc.field("table") == str(location)) & (pc.field("generation") == generation))
         return tuple(sorted(as_rows.chunks(rows), key=lambda chunk: chunk.chunk))
 
     def record_chunks(self, chunks: Iterable[Chunk]) -> None:
@@ -214,9 +214,9 @@ class Ledger:
 
         self._publishes.append(decide)
 
-    def generations(self, place: TableName) -> set[str]:
-        """The snapshots of the table at a place that chunks are known of."""
-        return set(self._chunks.rows().filter(pc.field("table") == str(place))["generation"].to_pylist())
+    def generations(self, location: TableName) -> set[str]:
+        """The snapshots of the table at a location that chunks are known of."""
+        return set(self._chunks.rows().filter(pc.field("table") == str(location))["generation"].to_pylist())
 
     def forget(self, published_before: datetime, read_before: datetime) -> None:
         """Drop the publishes made before one time, but the newest, and the chunks written before another of snapshots no table goes by.
@@ -231,7 +231,7 @@ class Ledger:
 
         def living(rows: pa.Table) -> pa.Table:
             states = self.tables().values()
-            kept = {(str(state.place), name) for state in states for name in (state.generation, state.reading, state.published)}
+            kept = {(str(state.location), name) for state in states for name in (state.generation, state.reading, state.published)}
             pairs = zip(rows["table"].to_pylist(), rows["generation"].to_pylist(), rows["at"].to_pylist(), strict=True)
             return rows.filter(pa.array([(table, name) in kept or at >= read_before for table, name, at in pairs], pa.bool_()))
 

@@ -52,7 +52,7 @@ def prune_raw(lake: Lake, ledger: Ledger, older_than: datetime, published_lsn: i
     one is read. One in error holds up no other: its windows go too, and it has a gap then. The ledger's record comes first: what dies in
     between is done by the next call. Raises LakeError.
     """
-    waiting = {lake.raw(state.place) for state in ledger.tables().values() if _needs_raw(state)}
+    waiting = {lake.raw(state.location) for state in ledger.tables().values() if _needs_raw(state)}
     keys = [
         window.key
         for window in ledger.windows()
@@ -62,7 +62,7 @@ def prune_raw(lake: Lake, ledger: Ledger, older_than: datetime, published_lsn: i
         _give_up_those_in_error(ledger, set(keys))
         ledger.prune_windows(keys)
     spans = [window for window in ledger.windows() if window.state == "pruned"]
-    files = _for_each(lake, places(lake), lambda place: _drop_windows(lake, lake.raw(place), spans), refused) if spans else 0
+    files = _for_each(lake, locations(lake), lambda location: _drop_windows(lake, lake.raw(location), spans), refused) if spans else 0
     return Pruned(tuple(keys), files)
 
 
@@ -73,18 +73,18 @@ def _give_up_those_in_error(ledger: Ledger, keys: Collection[str]) -> None:
         lambda known: [
             state.with_gap(state.stage or "merge", f"{state.reason} Raw has been pruned meanwhile, so that it has to be read again.", 0)
             for state in known.values()
-            if state.state == "error" and not state.left_out and ledger.lake.raw(state.place) in lost
+            if state.state == "error" and not state.left_out and ledger.lake.raw(state.location) in lost
         ]
     )
 
 
-def _for_each(lake: Lake, places: Iterable[TableName], work: Callable[[TableName], int], refused: Refused) -> int:
-    """Do the same for each place, and add up what it gives; a table that fails by its own fault goes to `refused`."""
+def _for_each(lake: Lake, locations: Iterable[TableName], work: Callable[[TableName], int], refused: Refused) -> int:
+    """Do the same for each location, and add up what it gives; a table that fails by its own fault goes to `refused`."""
     total = 0
-    for place in places:
+    for location in locations:
         try:
-            with table_work(lake, place, "maintain"):
-                total += work(place)
+            with table_work(lake, location, "maintain"):
+                total += work(location)
         except TableError as error:
             refused(error)
     return total
@@ -138,24 +138,27 @@ def forget(lake: Lake, ledger: Ledger, older_than: datetime, refused: Refused = 
     before = min(older_than, datetime.now(UTC) - _READERS)
     ledger.forget(older_than, before)
 
-    def one(place: TableName) -> int:
+    def one(location: TableName) -> int:
         # In this order: a reading is in the ledger before its first row is in the snapshot.
-        found = generations(lake, place)
+        found = generations(lake, location)
         named = {name for state in ledger.tables().values() for name in (state.generation, state.reading, state.published)}
-        gone = found - ledger.generations(place) - named
-        remove_generations(lake, place, gone)
+        gone = found - ledger.generations(location) - named
+        remove_generations(lake, location, gone)
         return len(gone)
 
-    return _for_each(lake, places(lake), one, refused)
+    return _for_each(lake, locations(lake), one, refused)
 
 
-def compact(lake: Lake, places: Iterable[TableName], refused: Refused = raised) -> int:
-    """Join the small files of each partition of the raw and snapshot tables at `places`; returns how many files there are fewer.
+def compact(lake: Lake, locations: Iterable[TableName], refused: Refused = raised) -> int:
+    """Join the small files of each partition of the raw and snapshot tables at `locations`; returns how many files there are fewer.
 
     A partition that is being written to meanwhile is left for the next time. Raises LakeError.
     """
     return _for_each(
-        lake, places, lambda place: _compact(lake, lake.raw(place), WINDOW) + _compact(lake, lake.snapshot(place), GENERATION), refused
+        lake,
+        locations,
+        lambda location: _compact(lake, lake.raw(location), WINDOW) + _compact(lake, lake.snapshot(location), GENERATION),
+        refused,
     )
 
 
@@ -177,7 +180,7 @@ def _compact(lake: Lake, uri: str, partition: str) -> int:
         return done["numFilesRemoved"] - done["numFilesAdded"]
 
 
-def places(lake: Lake) -> list[TableName]:
+def locations(lake: Lake) -> list[TableName]:
     """Where tables stand, those included that another one of their name has followed. Raises LakeError."""
     with lake_errors(lake.uri):
         return sorted({*stored(lake, "raw"), *stored(lake, "snapshot")})
@@ -209,7 +212,7 @@ def vacuum(lake: Lake, ledger: Ledger, readers: timedelta = _READERS, writers: t
                 removed += len(_vacuum(table, writers, full=True))
             return removed
 
-    data = _for_each(lake, places(lake), lambda place: one(lake.raw(place)) + one(lake.snapshot(place)), refused)
+    data = _for_each(lake, locations(lake), lambda location: one(lake.raw(location)) + one(lake.snapshot(location)), refused)
     return data + sum(one(lake.ledger(name)) for name in LOGS)
 
 

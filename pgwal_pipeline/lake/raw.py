@@ -35,7 +35,7 @@ from pgwal_pipeline.lake.delta import (
 )
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake, filesystem
-from pgwal_pipeline.lake.locations import Places
+from pgwal_pipeline.lake.locations import Locations
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, move, new_file_name, plain_schema, plain_tables
 from pgwal_pipeline.lake.records import FileWrite, TableWrite
 from pgwal_pipeline.lake.schema import changed_type, check_columns, check_old_keys, fitted, partitioned_schema
@@ -62,7 +62,7 @@ _CONFIGURATION = {
 }
 _COLUMN_COST = 512  # bytes that an Arrow array takes besides what is in it, about
 _LOOSE = 64
-_BY_NAME = Places()
+_BY_NAME = Locations()
 
 
 class Changes(Protocol):
@@ -113,7 +113,7 @@ class Changes(Protocol):
 class _Buffer:
     """What a window has of one table: rows that wait, all of one schema, and files that are being written or done."""
 
-    place: TableName
+    location: TableName
     table: TableName
     oid: int
     folder: str
@@ -141,8 +141,8 @@ class WindowWriter:
     that raw tables will have, by their addresses, where windows before this one are not committed yet. For one thread; as a context
     manager it takes its files away again when the block fails. Its methods raise LakeError where the lake cannot be written.
 
-    `places` says where each table stands; tables are told apart by that. What is one table's own fault leaves that table out of the window
-    and goes into `refused`, by place; the others go on.
+    `locations` says where each table stands; tables are told apart by that. What is one table's own fault leaves that table out of the
+    window and goes into `refused`, by location; the others go on.
     """
 
     def __init__(
@@ -151,10 +151,10 @@ class WindowWriter:
         budget: int,
         key: str | None = None,
         expected: Mapping[str, Schema] | None = None,
-        places: Places = _BY_NAME,
+        locations: Locations = _BY_NAME,
     ) -> None:
         self._lake = lake
-        self._places = places
+        self._places = locations
         self._expected = expected or {}
         self._budget = budget
         self._partition = "" if key is None else f"{WINDOW}={key}/"
@@ -173,9 +173,9 @@ class WindowWriter:
 
     def add(self, changes: Changes) -> None:
         """Take rows in; those of a table that was refused are dropped."""
-        place, table = self._places.find(changes.relation)
-        if place not in self.refused:
-            self._for_one(place, table, changes.relation.oid, lambda: self._take(changes, place, table))
+        location, table = self._places.find(changes.relation)
+        if location not in self.refused:
+            self._for_one(location, table, changes.relation.oid, lambda: self._take(changes, location, table))
         self._make_room()
 
     @property
@@ -183,22 +183,22 @@ class WindowWriter:
         """About how many bytes of rows wait or are being written."""
         return self._waiting + sum(size for _, size in self._under_way.values())
 
-    def refuse(self, place: TableName, error: TableError) -> None:
+    def refuse(self, location: TableName, error: TableError) -> None:
         """Leave a table out of the window, and take its files away."""
-        self.refused.setdefault(place, error)
-        self._drop(place)
+        self.refused.setdefault(location, error)
+        self._drop(location)
 
-    def _for_one(self, place: TableName, table: TableName, oid: int, work: Callable[[], object]) -> None:
+    def _for_one(self, location: TableName, table: TableName, oid: int, work: Callable[[], object]) -> None:
         """Do work for one table; refuse it where that fails by its own fault."""
         try:
             with table_work(self._lake, table, "write", oid=oid):
                 work()
         except TableError as error:
-            self.refuse(place, error)
+            self.refuse(location, error)
 
-    def _take(self, changes: Changes, place: TableName, table: TableName) -> None:
+    def _take(self, changes: Changes, location: TableName, table: TableName) -> None:
         check_old_keys(changes.relation, changes.rows)
-        buffer = self._buffer(changes, place, table)
+        buffer = self._buffer(changes, location, table)
         write = buffer.write
         buffer.write = replace(
             write,
@@ -239,13 +239,13 @@ class WindowWriter:
         self._for_each(lambda buffer: self._cut_files(buffer, lsn))
 
     def _for_each(self, work: Callable[[_Buffer], None]) -> None:
-        """Do the same for each table, in the places' order."""
-        for place, buffer in sorted(self._buffers.items()):
-            self._for_one(place, buffer.table, buffer.oid, partial(work, buffer))
+        """Do the same for each table, in the locations' order."""
+        for location, buffer in sorted(self._buffers.items()):
+            self._for_one(location, buffer.table, buffer.oid, partial(work, buffer))
 
     def _cut_files(self, buffer: _Buffer, lsn: int) -> None:
         cuts = [_cut_file(self._lake, buffer.folder, future.result(), lsn) for future in buffer.files]
-        buffer.files = [_settled(file) for file, _ in cuts if file is not None]
+        buffer.files = [_finished(file) for file, _ in cuts if file is not None]
         ops = sum((dropped for _, dropped in cuts), Counter[str]())
         write = buffer.write
         buffer.write = replace(
@@ -261,13 +261,13 @@ class WindowWriter:
     def abandon(self) -> None:
         """Stop, and take away the files that were written."""
         self._pool.shutdown(cancel_futures=True)
-        for place in list(self._buffers):
-            self._drop(place)
+        for location in list(self._buffers):
+            self._drop(location)
 
-    def _buffer(self, changes: Changes, place: TableName, table: TableName) -> _Buffer:
+    def _buffer(self, changes: Changes, location: TableName, table: TableName) -> _Buffer:
         """The buffer of `table`, ready for rows of the schema that `changes` has."""
         arrow = plain_schema(changes.rows.schema)
-        buffer = self._buffers.get(place)
+        buffer = self._buffers.get(location)
         if buffer is not None and arrow.equals(buffer.arrow):
             return buffer
         check_columns(changes.relation)
@@ -275,18 +275,18 @@ class WindowWriter:
             self._flush(buffer)
             buffer.arrow = arrow
             return buffer
-        path = self._lake.raw(place)
+        path = self._lake.raw(location)
         standing = self._pool.submit(_standing_schema, self._lake, path, self._expected)
         write = TableWrite(table=str(table), path=path, schema_json="")
-        folder = self._lake.layer_path("raw", place)
-        buffer = self._buffers[place] = _Buffer(place, table, changes.relation.oid, folder, standing, arrow, write)
+        folder = self._lake.layer_path("raw", location)
+        buffer = self._buffers[location] = _Buffer(location, table, changes.relation.oid, folder, standing, arrow, write)
         return buffer
 
     def _make_room(self) -> None:
         """Write the largest tables out: from half of the budget on beside what goes on, and waiting for it once the budget is used up."""
         while self._waiting > self._budget // 2:
-            place, buffer = max(self._buffers.items(), key=lambda item: item[1].bytes)
-            self._for_one(place, buffer.table, buffer.oid, partial(self._flush, buffer))
+            location, buffer = max(self._buffers.items(), key=lambda item: item[1].bytes)
+            self._for_one(location, buffer.table, buffer.oid, partial(self._flush, buffer))
         while self.held > self._budget and self._under_way:
             done, _ = wait(self._under_way, return_when=FIRST_COMPLETED)
             for file in done:
@@ -294,10 +294,10 @@ class WindowWriter:
 
     def _end(self, file: Future[FileWrite]) -> None:
         """Take in how the writing of a file ended; refusing its table takes the table's other files out of those under way."""
-        place, _ = self._under_way.pop(file, (None, 0))
-        buffer = None if place is None else self._buffers.get(place)
-        if place is not None and buffer is not None:
-            self._for_one(place, buffer.table, buffer.oid, file.result)
+        location, _ = self._under_way.pop(file, (None, 0))
+        buffer = None if location is None else self._buffers.get(location)
+        if location is not None and buffer is not None:
+            self._for_one(location, buffer.table, buffer.oid, file.result)
 
     def _flush(self, buffer: _Buffer) -> None:
         """Have one file written with the rows of a table that wait."""
@@ -308,12 +308,12 @@ class WindowWriter:
         self._waiting -= size
         path = f"{buffer.folder}/{self._partition}{new_file_name()}"
         file = self._pool.submit(_write_file, self._lake, path, buffer.folder, named, rows)
-        self._under_way[file] = buffer.place, size
+        self._under_way[file] = buffer.location, size
         buffer.files.append(file)
 
-    def _drop(self, place: TableName) -> None:
+    def _drop(self, location: TableName) -> None:
         """Give up what the window has of a table, and take its files away."""
-        buffer = self._buffers.pop(place, None)
+        buffer = self._buffers.pop(location, None)
         if buffer is None:
             return
         self._waiting -= buffer.bytes
@@ -365,23 +365,23 @@ def _cut_file(lake: Lake, folder: str, file: FileWrite, lsn: int) -> tuple[FileW
     return written, Counter(beyond[OP].to_pylist())
 
 
-def _settled(file: FileWrite) -> Future[FileWrite]:
+def _finished(file: FileWrite) -> Future[FileWrite]:
     done: Future[FileWrite] = Future()
     done.set_result(file)
     return done
 
 
-def ensure_raw_table(lake: Lake, place: TableName, rows: pa.Schema) -> str:
-    """Make the raw table at `place` where it is missing, with the columns of `rows`, its decoded changes' schema; returns its address.
+def ensure_raw_table(lake: Lake, location: TableName, rows: pa.Schema) -> str:
+    """Make the raw table at `location` where it is missing, with the columns of `rows`, its decoded changes' schema; returns its address.
 
     Columns that an existing one lacks are added; one that it has with another type gets a column beside.
     """
-    path = lake.raw(place)
+    path = lake.raw(location)
     wanted = partitioned_schema(fitted(_standing_schema(lake, path) or Schema([]), plain_schema(rows)), WINDOW)
     try:
         ensure_table(lake, path, wanted, partition_by=[WINDOW], configuration=_CONFIGURATION)
     except Clash as clash:
-        raise changed_type(place, clash) from None
+        raise changed_type(location, clash) from None
     return path
 
 

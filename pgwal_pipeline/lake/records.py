@@ -113,7 +113,7 @@ class TableState:
     `generation` is the snapshot in force, `reading` the one under way, `published` the one that `current` is built on. The table may be
     read once every transaction older than `joined_xid` (64 bits) has ended, and published once the frontier has passed `required_lsn`.
     `storage` is how the table was stored at the last look, `dropped` the columns that are gone since.
-    `kept_as` is its place in the lake, None where that is its name, and `earlier` are the oids of tables that stood there before it.
+    `kept_as` is its location in the lake, None where that is its name, and `earlier` are the oids of tables that stood there before it.
 
     Of a table in `error`, `stage` is the work that failed (`lake.faults.STAGES`), `gap_lsn` where its changes begin to be missing from raw,
     None where raw has them all, `failures` how often the work failed one after another, and `retry_at` from when on it may be tried again
@@ -149,7 +149,7 @@ class TableState:
             object.__setattr__(self, "kept_as", None)
 
     @property
-    def place(self) -> TableName:
+    def location(self) -> TableName:
         """What its Delta tables are called in the lake: the name under which it was first met, as a rule."""
         return self.kept_as or self.table
 
@@ -195,14 +195,14 @@ class TableState:
     def called(self, name: TableName) -> "TableState":
         """The same table under another name; where it stands in the lake stays."""
         relation = None if self.relation is None else replace(self.relation, table=name)
-        return replace(self, table=name, kept_as=self.place, relation=relation)
+        return replace(self, table=name, kept_as=self.location, relation=relation)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One range of a table's key in a snapshot, `lower < key <= upper`; a bound has the key's columns as Postgres's text, or is None.
 
-    `table` is the table's place in the lake, which its name was as a rule.
+    `table` is the table's location in the lake, which its name was as a rule.
 
     Two equal bounds are a key that is read again by itself (`single`). Of a table without a key it is a range of row addresses.
 

@@ -42,19 +42,19 @@ class ChunkWrite:
 class SnapshotWriter:
     """Writes the chunks of one generation of one table. Threads may share it.
 
-    `place` is the table's where that is not its name. Raises TableError for a table that cannot stand in Delta, ValueError for a generation
-    that is not letters, digits, `_` and `-`.
+    `location` is the table's where that is not its name. Raises TableError for a table that cannot stand in Delta, ValueError for a
+    generation that is not letters, digits, `_` and `-`.
     """
 
-    def __init__(self, lake: Lake, relation: Relation, generation: str, place: TableName | None = None) -> None:
+    def __init__(self, lake: Lake, relation: Relation, generation: str, location: TableName | None = None) -> None:
         check_columns(relation)
         if not _ID.match(generation):
             raise ValueError(f"{generation!r} is no id of a snapshot")
         self._lake = lake
         self._table = relation.table
         self._generation = generation
-        self._uri = lake.snapshot(place or relation.table)
-        self._folder = lake.layer_path("snapshot", place or relation.table)
+        self._uri = lake.snapshot(location or relation.table)
+        self._folder = lake.layer_path("snapshot", location or relation.table)
 
     def write(self, attempt: str, pieces: Iterable[pa.Table]) -> ChunkWrite:
         """Write the rows of one attempt at a chunk, which have the source's columns and `_pgwal_text`, and commit them as one.
@@ -164,15 +164,15 @@ class _ChunkFiles:
         self._done.append(replace(written, stats=json.dumps(stats)))
 
 
-def generations(lake: Lake, place: TableName) -> set[str]:
-    """The generations that the snapshot at a place has rows of. Raises LakeError."""
-    found = open_table(lake, lake.snapshot(place))
+def generations(lake: Lake, location: TableName) -> set[str]:
+    """The generations that the snapshot at a location has rows of. Raises LakeError."""
+    found = open_table(lake, lake.snapshot(location))
     return set() if found is None else {partition[GENERATION] for partition in found.partitions()}
 
 
-def remove_generations(lake: Lake, place: TableName, gone: Collection[str]) -> None:
-    """Take the generations in `gone` out of the snapshot at a place; vacuum removes the files later. Raises LakeError."""
-    uri = lake.snapshot(place)
+def remove_generations(lake: Lake, location: TableName, gone: Collection[str]) -> None:
+    """Take the generations in `gone` out of the snapshot at a location; vacuum removes the files later. Raises LakeError."""
+    uri = lake.snapshot(location)
     if not gone:
         return
     named = ", ".join(f"'{generation}'" for generation in sorted(gone))

@@ -28,7 +28,7 @@ class StreamFacts:
     `relations`: a table's definitions by its oid, in the order in which each came last. `truncated`: the transactions (32 bits) that
     truncated a table, by its oid. `refilled`: the oids of tables that one transaction truncated and wrote rows to. `partitions`: the
     partitions (oids) whose rows came as a table's, by its oid. `lacking`: the oids of tables with an insert that left values out.
-    `refused`: the tables that the window had to leave out, by their places.
+    `refused`: the tables that the window had to leave out, by their locations.
     """
 
     relations: Mapping[int, tuple[Relation, ...]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class StreamFacts:
                 "refilled": sorted(self.refilled),
                 "partitions": {str(oid): sorted(oids) for oid, oids in self.partitions.items()},
                 "lacking": sorted(self.lacking),
-                "refused": {place: asdict(refusal) for place, refusal in self.refused.items()},
+                "refused": {location: asdict(refusal) for location, refusal in self.refused.items()},
             }
         )
 
@@ -84,7 +84,7 @@ class StreamFacts:
             frozenset(found.get("refilled", ())),
             _by_oid(found.get("partitions", {})),
             frozenset(found.get("lacking", ())),
-            {place: _refusal(refusal) for place, refusal in found["refused"].items()},
+            {location: _refusal(refusal) for location, refusal in found["refused"].items()},
         )
 
 

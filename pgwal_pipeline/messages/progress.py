@@ -104,7 +104,7 @@ def _amount(done: int, total: int | None, unit: str) -> str:
     return f"{done:,}{f' of {total:,}' if total else ''} {unit}"
 
 
-class _Pace:
+class _Speed:
     """Measures the rate of each stage and estimates the time left."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class DagsterLog:
     def __init__(self, log: logging.Logger, *, every_seconds: float = _QUIET_SECONDS) -> None:
         self._log = log
         self._throttle = _Throttle(every_seconds)
-        self._pace = _Pace()
+        self._pace = _Speed()
 
     def stage(self, name: str, done: int, total: int | None, unit: str) -> None:
         """Log the stage if a line is due."""
@@ -182,7 +182,7 @@ class Terminal:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._console = Console(file=stream or sys.stderr, soft_wrap=True, highlight=False)
         self._throttle = _Throttle(_QUIET_SECONDS)
-        self._pace = _Pace()
+        self._pace = _Speed()
         self._tasks: dict[str, rich.progress.TaskID] = {}
         self._lock = threading.Lock()
         self._bars = (

@@ -17,7 +17,7 @@ from pgwal_pipeline.values.xid import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class CatalogEntry:
     """A published table as the catalog shows it at one moment."""
 
     relation: Relation
@@ -32,15 +32,15 @@ def dropped(state: TableState, before: Storage, now: Storage) -> tuple[str, ...]
     return tuple(name for name in dict.fromkeys((*state.dropped, *gone)) if name.lower() not in taken)
 
 
-def read_again(state: TableState, look: Look, reason: str, joined_xid: int | None = None) -> TableState:
+def read_again(state: TableState, entry: CatalogEntry, reason: str, joined_xid: int | None = None) -> TableState:
     """The state of a table whose rows have to be read again before it can be published; its old `current` stays until then."""
     return replace(
         state.mended(),
         state="pending",
         reason=f"it is read again: {reason}",
-        key=look.relation.key,
-        relation=look.relation,
-        storage=look.storage,
+        key=entry.relation.key,
+        relation=entry.relation,
+        storage=entry.storage,
         generation=None,
         reading=None,
         published=None,
@@ -53,12 +53,12 @@ def republished(before: Storage, now: Storage) -> bool:
     return before.membership != now.membership
 
 
-def altered(known: Relation, before: Storage, look: Look, gone_names: Collection[str]) -> str | None:
+def altered(known: Relation, before: Storage, entry: CatalogEntry, gone_names: Collection[str]) -> str | None:
     """Why the rows of a table cannot be known from the stream since it was altered; None where they can, or nothing was.
 
     `gone_names` are columns that the source dropped earlier, which `current` still has.
     """
-    now, relation = look.storage, look.relation
+    now, relation = entry.storage, entry.relation
     if known.key != relation.key:
         return f"its key was ({', '.join(known.key)}) and is ({', '.join(relation.key)})"
     old = {column.number: column for column in before.columns}
@@ -84,18 +84,18 @@ def altered(known: Relation, before: Storage, look: Look, gone_names: Collection
     return None
 
 
-def had_others_names(shown: Sequence[str], versions: Sequence[Relation], looks: Sequence[Relation]) -> bool:
+def had_others_names(shown: Sequence[str], versions: Sequence[Relation], entries: Sequence[Relation]) -> bool:
     """Whether columns had each other's names for a while, or one had a name that another has had or got: their values are mixed up then.
 
-    `shown` are the columns before the `versions` that the stream showed one after the other; in the last of `looks` are those of now. A
+    `shown` are the columns before the `versions` that the stream showed one after the other; in the last of `entries` are those of now. A
     column never changes its place, and one that was there and is there now has been there all the time.
     """
-    before, now = shown, looks[-1].column_names
+    before, now = shown, entries[-1].column_names
     for version in versions:
         names = version.column_names
         if any(name in now and name not in names for name in before):
             return True
-        if any(_in_other_order(names, others) for others in (before, *(look.column_names for look in looks))):
+        if any(_in_other_order(names, others) for others in (before, *(entry.column_names for entry in entries))):
             return True
         before = names
     return False

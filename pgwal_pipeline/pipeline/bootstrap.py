@@ -8,8 +8,8 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Source, Window
 from pgwal_pipeline.messages.errors import ChangeNotSent, FileGone, LakeError, PublicationMissing, SlotLost
 from pgwal_pipeline.pipeline import same_source as history
-from pgwal_pipeline.pipeline.alterations import Look
-from pgwal_pipeline.pipeline.table_review import looks, record_tables
+from pgwal_pipeline.pipeline.alterations import CatalogEntry
+from pgwal_pipeline.pipeline.table_review import catalog_entries, record_tables
 from pgwal_pipeline.pipeline.window_commit import recover, slot_stream
 from pgwal_pipeline.postgres import catalog, publication, slot
 from pgwal_pipeline.postgres.connection import Connection
@@ -32,7 +32,7 @@ class Attached:
 
     server_version: int
     slot: SlotState
-    tables: dict[TableName, Look]
+    tables: dict[TableName, CatalogEntry]
     skipped: dict[TableName, str]
     recovered: tuple[Window, ...] = ()
 
@@ -74,7 +74,7 @@ def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]
     recovered = _completed(ledger, warn)
     if not proven:
         _require_same_changes(settings, conn, ledger, state, warn)
-    found = looks(conn, settings.publication)
+    found = catalog_entries(conn, settings.publication)
     for table, reason in record_tables(ledger, conn, found, published.skipped).items():
         warn(f"Table {table}: {reason}.")
     if not found:
@@ -299,12 +299,12 @@ def _require_same_history(settings: Settings, conn: Connection, recorded: Source
     """
     if frontier is None:
         return
-    place = f"the lake {settings.lake} has its changes up to {format_lsn(frontier)}"
+    holds = f"the lake {settings.lake} has its changes up to {format_lsn(frontier)}"
     end = catalog.flush_lsn(conn)
     if ours.timeline < recorded.timeline or (ours.timeline == recorded.timeline and end < frontier):
         raise LakeError(
             f"PGWAL_SOURCE_DSN leads to an older copy of the source, or to a standby that is behind: it is on timeline {ours.timeline} at "
-            f"{format_lsn(end)}, but {place} on timeline {recorded.timeline}. "
+            f"{format_lsn(end)}, but {holds} on timeline {recorded.timeline}. "
             f"Set the DSN to the source itself, or PGWAL_LAKE to another place."
         )
     if ours.timeline == recorded.timeline:
@@ -313,7 +313,7 @@ def _require_same_history(settings: Settings, conn: Connection, recorded: Source
     if left is None or left < frontier:
         how = "does not come from" if left is None else f"left, at {format_lsn(left)},"
         raise SlotLost(
-            f"The source was promoted or restored: its timeline {ours.timeline} {how} timeline {recorded.timeline}, of which {place}: "
+            f"The source was promoted or restored: its timeline {ours.timeline} {how} timeline {recorded.timeline}, of which {holds}: "
             f"some of them it never had. Run `pgwal resnapshot --all` to make the slot anew and read every table again."
         )
 

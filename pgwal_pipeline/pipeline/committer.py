@@ -11,10 +11,10 @@ from typing import Self
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake.ledger import Window
 from pgwal_pipeline.messages.errors import SourceUnavailable
-from pgwal_pipeline.pipeline.alterations import Look
+from pgwal_pipeline.pipeline.alterations import CatalogEntry
 from pgwal_pipeline.pipeline.tally import WindowRead
 from pgwal_pipeline.pipeline.window import StreamBroke
-from pgwal_pipeline.pipeline.window_commit import Pass, count, review, window_of
+from pgwal_pipeline.pipeline.window_commit import DrainContext, commit_windows, review, window_of
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline.values.xid import Snapshot
 
@@ -29,10 +29,10 @@ class Committer:
     last of them ends, 0 before the first: the slot may be confirmed to there.
     """
 
-    def __init__(self, run: Pass, before: Mapping[TableName, Look]) -> None:
+    def __init__(self, ctx: DrainContext, before: Mapping[TableName, CatalogEntry]) -> None:
         self.windows: list[Window] = []
         self.reached = 0
-        self._run = run
+        self._ctx = ctx
         self._before = before
         self._pool = ThreadPoolExecutor(1, "pgwal-commit")
         self._context = contextvars.copy_context()
@@ -66,10 +66,10 @@ class Committer:
         if earlier is not None:
             earlier.result()
         started = time.perf_counter()
-        run = self._run
-        window = window_of(run.settings.slot, read)
-        review(run, self._before, read.facts, ended)
-        (counted,) = count(run.ledger, [window], run.warn)
+        ctx = self._ctx
+        window = window_of(ctx.settings.slot, read)
+        review(ctx, self._before, read.facts, ended)
+        (counted,) = commit_windows(ctx.ledger, [window], ctx.warn)
         spent = time.perf_counter() - started
         self.windows.append(replace(counted, seconds=read.seconds | {"write": read.seconds["write"] + spent}))
         self.reached = read.end_lsn

@@ -14,14 +14,14 @@ from pgwal_pipeline.messages.errors import ChangeNotSent, FileGone, PublicationM
 from pgwal_pipeline.messages.progress import Noted, Progress
 from pgwal_pipeline.pipeline import bootstrap as bootstraps
 from pgwal_pipeline.pipeline import catch_up
-from pgwal_pipeline.pipeline.alterations import Look
+from pgwal_pipeline.pipeline.alterations import CatalogEntry
 from pgwal_pipeline.pipeline.bootstrap import Attached, attach, note_gap
-from pgwal_pipeline.pipeline.catch_up import Pace, falling_behind
+from pgwal_pipeline.pipeline.catch_up import DrainRate, falling_behind
 from pgwal_pipeline.pipeline.committer import Committer
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
 from pgwal_pipeline.pipeline.tally import WindowRead
-from pgwal_pipeline.pipeline.window import Portions, StreamBroke
-from pgwal_pipeline.pipeline.window_commit import Pass, keep_what_came, open_stream, read_from, recover
+from pgwal_pipeline.pipeline.window import StreamBroke, WindowLimits
+from pgwal_pipeline.pipeline.window_commit import DrainContext, keep_what_came, open_stream, read_from, recover
 from pgwal_pipeline.postgres import catalog, slot, slot_state
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import connect
@@ -69,12 +69,12 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
 
     def attempt() -> DrainReport:
         nonlocal target
-        with _attached(settings, noted, again=target is not None) as (run, attached):
-            frontier = run.ledger.frontier()
+        with _attached(settings, noted, again=target is not None) as (ctx, attached):
+            frontier = ctx.ledger.frontier()
             assert frontier is not None
-            target = target or _choose_target(run, frontier, end_lsn)
+            target = target or _choose_target(ctx, frontier, end_lsn)
             patience.reached(frontier)
-            lag_after = _drain(run, attached, frontier, target, done)
+            lag_after = _drain(ctx, attached, frontier, target, done)
             return _report_of(attached, done, (target.lag, lag_after), noted.warnings)
 
     while True:
@@ -115,12 +115,12 @@ class _Target:
     lag: int
 
 
-def _choose_target(run: Pass, frontier: int, end_lsn: int | None) -> _Target:
+def _choose_target(ctx: DrainContext, frontier: int, end_lsn: int | None) -> _Target:
     """Choose the end; the snapshot is taken after it, so that it has every transaction that committed before."""
-    end = catalog.flush_lsn(run.conn)
+    end = catalog.flush_lsn(ctx.conn)
     end = end if end_lsn is None else end_lsn
-    ended = catalog.running_transactions(run.conn)
-    return _Target(end, ended, frontier, slot.lag(run.conn, run.settings.slot))
+    ended = catalog.running_transactions(ctx.conn)
+    return _Target(end, ended, frontier, slot.lag(ctx.conn, ctx.settings.slot))
 
 
 @dataclass
@@ -162,40 +162,40 @@ class _Patience:
 
 
 @contextmanager
-def _attached(settings: Settings, noted: Noted, *, again: bool) -> Iterator[tuple[Pass, Attached]]:
+def _attached(settings: Settings, noted: Noted, *, again: bool) -> Iterator[tuple[DrainContext, Attached]]:
     """Hold the slot's lock and a connection, source and lake being found to belong together; `again` if they were a moment ago."""
     with slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout), connect(settings.dsn) as conn:
         attached = attach(settings, conn, warn=noted.warn, proven=again)
         for table, reason in sorted(attached.skipped.items()):
             noted.warn(f"Table {table} is left out: {reason}.")
-        yield Pass(settings, Ledger(Lake(settings.lake)), conn, attached.server_version, noted.warn, noted), attached
+        yield DrainContext(settings, Ledger(Lake(settings.lake)), conn, attached.server_version, noted.warn, noted), attached
 
 
-def _drain(run: Pass, attached: Attached, frontier: int, target: _Target, done: _Done) -> int:
+def _drain(ctx: DrainContext, attached: Attached, frontier: int, target: _Target, done: _Done) -> int:
     """Drain to the target on one connection; what has been done is in `done`, however this ends. The slot's lag afterwards, in bytes."""
-    for window in (*attached.recovered, *_recovered(run, attached)):
+    for window in (*attached.recovered, *_recovered(ctx, attached)):
         done.add(window_report(window), window.seconds)
-    frontier = max(frontier, run.ledger.frontier() or 0)
-    flushed, started = catalog.flush_lsn(run.conn), time.perf_counter()
+    frontier = max(frontier, ctx.ledger.frontier() or 0)
+    flushed, started = catalog.flush_lsn(ctx.conn), time.perf_counter()
     try:
-        _carry_out(run, attached, _stretches(run, attached, frontier, target), done)
+        _carry_out(ctx, attached, _stretches(ctx, attached, frontier, target), done)
     except (PublicationMissing, ChangeNotSent) as loss:
-        note_gap(run.ledger, loss)
+        note_gap(ctx.ledger, loss)
         raise
-    for window in run.ledger.windows(target.began):
+    for window in ctx.ledger.windows(target.began):
         # One that was counted, but whose connection broke before its slot was confirmed.
         if window.start_lsn < window.end_lsn:
             done.add(window_report(window), window.seconds)
-    state = slot_state.existing(run.conn, run.settings.slot)
-    pace = Pace(
+    state = slot_state.existing(ctx.conn, ctx.settings.slot)
+    pace = DrainRate(
         drained=max([frontier, *(report.end_lsn for report in done.reports.values())]) - frontier,
-        written=catalog.flush_lsn(run.conn) - flushed,
+        written=catalog.flush_lsn(ctx.conn) - flushed,
         seconds=time.perf_counter() - started,
         left=state.lag_bytes,
         safe=state.safe_wal_size,
     )
-    if (behind := falling_behind(run.settings.slot, pace, run.settings.catchup_threshold)) is not None:
-        run.warn(behind)
+    if (behind := falling_behind(ctx.settings.slot, pace, ctx.settings.catchup_threshold)) is not None:
+        ctx.warn(behind)
     return state.lag_bytes
 
 
@@ -215,19 +215,19 @@ def _report_of(attached: Attached, done: _Done, lags: tuple[int, int], warnings:
     )
 
 
-def _recovered(run: Pass, attached: Attached) -> tuple[Window, ...]:
+def _recovered(ctx: DrainContext, attached: Attached) -> tuple[Window, ...]:
     """Complete what a drain before has prepared. Where files of that are gone it is read again, for the slot has not passed it yet."""
     try:
-        return recover(run.ledger, run.warn)
+        return recover(ctx.ledger, ctx.warn)
     except FileGone as gone:
-        windows = run.ledger.prepared()
+        windows = ctx.ledger.prepared()
         if attached.slot.confirmed_flush_lsn > windows[0].start_lsn:
             raise
-        run.warn(f"{gone} That is done now.")
-        run.ledger.record_plan(
-            Plan(windows[0].start_lsn, tuple(window.end_lsn for window in windows), catalog.running_transactions(run.conn))
+        ctx.warn(f"{gone} That is done now.")
+        ctx.ledger.record_plan(
+            Plan(windows[0].start_lsn, tuple(window.end_lsn for window in windows), catalog.running_transactions(ctx.conn))
         )
-        run.ledger.take_back(windows)
+        ctx.ledger.take_back(windows)
         return ()
 
 
@@ -244,36 +244,38 @@ class _Stretch:
     plan: Plan | None = None
 
 
-def _stretches(run: Pass, attached: Attached, frontier: int, target: _Target) -> list[_Stretch]:
+def _stretches(ctx: DrainContext, attached: Attached, frontier: int, target: _Target) -> list[_Stretch]:
     """Plan the way from the frontier to the target: the rest of a backlog that a crash cut off first, then what came after it."""
     stretches: list[_Stretch] = []
-    left_over = run.ledger.plan()
+    left_over = ctx.ledger.plan()
     if left_over is not None:
         stretches.append(_Stretch(left_over.start_lsn, left_over.ends[-1], left_over.ended, left_over))
         frontier = left_over.ends[-1]
     if target.end_lsn > frontier:
-        plan = catch_up.plan(run, frontier, target.end_lsn, target.ended)
+        plan = catch_up.plan(ctx, frontier, target.end_lsn, target.ended)
         stretches.append(_Stretch(frontier, target.end_lsn, target.ended, plan))
     elif not stretches and attached.slot.confirmed_flush_lsn < frontier:
         stretches.append(_Stretch(frontier, frontier, target.ended))
     return stretches
 
 
-def _carry_out(run: Pass, attached: Attached, stretches: Sequence[_Stretch], done: _Done) -> None:
+def _carry_out(ctx: DrainContext, attached: Attached, stretches: Sequence[_Stretch], done: _Done) -> None:
     """Read the stretches one after another; each is counted and the slot confirmed before the next one begins."""
-    looks: Mapping[TableName, Look] = attached.tables
+    entries: Mapping[TableName, CatalogEntry] = attached.tables
     for stretch in stretches:
-        caught_up = None if stretch.plan is None else _side_by_side(run, stretch.plan, looks, done)
+        caught_up = None if stretch.plan is None else _side_by_side(ctx, stretch.plan, entries, done)
         if caught_up is None:
-            _on_one_stream(run, stretch, looks, done)
+            _on_one_stream(ctx, stretch, entries, done)
         else:
-            looks = caught_up
+            entries = caught_up
 
 
-def _side_by_side(run: Pass, plan: Plan, looks: Mapping[TableName, Look], done: _Done) -> dict[TableName, Look] | None:
+def _side_by_side(
+    ctx: DrainContext, plan: Plan, entries: Mapping[TableName, CatalogEntry], done: _Done
+) -> dict[TableName, CatalogEntry] | None:
     """Carry out a catch-up; the looks at the tables after it, None where the plan was given up and one reader is to do it all."""
     started = time.perf_counter()
-    found = catch_up.carry_out(run, plan, looks)
+    found = catch_up.carry_out(ctx, plan, entries)
     if found is None:
         return None
     windows, after = found
@@ -285,15 +287,15 @@ def _side_by_side(run: Pass, plan: Plan, looks: Mapping[TableName, Look], done: 
     return after
 
 
-def _on_one_stream(run: Pass, stretch: _Stretch, looks: Mapping[TableName, Look], done: _Done) -> None:
+def _on_one_stream(ctx: DrainContext, stretch: _Stretch, entries: Mapping[TableName, CatalogEntry], done: _Done) -> None:
     """Read a stretch on one stream, window by window, and confirm the slot to its end."""
     started = time.perf_counter()
-    with open_stream(run, stretch.start_lsn) as stream:
-        counted = _drain_windows(run, looks, stretch, stream) if stretch.end_lsn > stretch.start_lsn else []
+    with open_stream(ctx, stretch.start_lsn) as stream:
+        counted = _drain_windows(ctx, entries, stretch, stream) if stretch.end_lsn > stretch.start_lsn else []
         failpoints.hit("drain.before_confirm")
         try:
             stream.confirm(stretch.end_lsn)
-            _await_confirmation(run.conn, run.settings.slot, stretch.end_lsn)
+            _await_confirmation(ctx.conn, ctx.settings.slot, stretch.end_lsn)
         except SourceUnavailable as error:
             raise StreamBroke(error, None, counted) from error
         failpoints.hit("drain.after_confirm")
@@ -307,9 +309,11 @@ def _on_one_stream(run: Pass, stretch: _Stretch, looks: Mapping[TableName, Look]
         done.add(report, report.seconds)
 
 
-def _drain_windows(run: Pass, looks: Mapping[TableName, Look], stretch: _Stretch, stream: ReplicationStream) -> list[Window]:
+def _drain_windows(
+    ctx: DrainContext, entries: Mapping[TableName, CatalogEntry], stretch: _Stretch, stream: ReplicationStream
+) -> list[Window]:
     """Read a stretch and count what was read, window by window; confirms all but the last of them."""
-    with Committer(run, looks) as committer:
+    with Committer(ctx, entries) as committer:
 
         def between() -> None:
             if committer.reached > stream.confirmed:
@@ -319,17 +323,17 @@ def _drain_windows(run: Pass, looks: Mapping[TableName, Look], stretch: _Stretch
         try:
             last = read_from(
                 stream,
-                run.ledger,
-                run.conn,
+                ctx.ledger,
+                ctx.conn,
                 (stretch.start_lsn, stretch.end_lsn),
-                memory_budget=run.settings.memory_budget,
-                largest_row=run.settings.largest_row,
-                progress=run.progress,
-                portions=Portions(run.settings.window_size, run.settings.window_time, committer.take, between),
+                memory_budget=ctx.settings.memory_budget,
+                largest_row=ctx.settings.largest_row,
+                progress=ctx.progress,
+                portions=WindowLimits(ctx.settings.window_size, ctx.settings.window_time, committer.take, between),
             )
         except StreamBroke as broke:
             committer.wait()
-            _keep(run, broke, stretch.ended)
+            _keep(ctx, broke, stretch.ended)
             raise
         failpoints.hit("drain.after_files")
         committed = committer.submit(last, Snapshot.parse(stretch.ended))
@@ -339,12 +343,12 @@ def _drain_windows(run: Pass, looks: Mapping[TableName, Look], stretch: _Stretch
         return committer.windows
 
 
-def _keep(run: Pass, broke: StreamBroke, ended: str) -> None:
+def _keep(ctx: DrainContext, broke: StreamBroke, ended: str) -> None:
     """Have what came whole before the stream broke counted by the next attempt, or the next drain: as a plan that has been read already."""
     if broke.kept is not None:
         failpoints.hit("drain.before_keeping")
-        run.ledger.record_plan(Plan(broke.kept.start_lsn, (broke.kept.end_lsn,), ended))
-        keep_what_came(run.ledger, run.settings.slot, broke)
+        ctx.ledger.record_plan(Plan(broke.kept.start_lsn, (broke.kept.end_lsn,), ended))
+        keep_what_came(ctx.ledger, ctx.settings.slot, broke)
 
 
 def _await_confirmation(conn: Connection, name: str, lsn: int) -> None:

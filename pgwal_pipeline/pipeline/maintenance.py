@@ -72,7 +72,7 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
     progress.say(f"Pruned {len(pruned.keys)} windows.")
 
     started = time.perf_counter()
-    joined = lakes.compact(lake, lakes.places(lake), refused)
+    joined = lakes.compact(lake, lakes.locations(lake), refused)
     seconds["joined"] = time.perf_counter() - started
     started = time.perf_counter()
     removed = lakes.vacuum(lake, ledger, refused=refused)

@@ -107,7 +107,7 @@ def _publish(
         session_seconds = time.perf_counter() - opening
         outcomes = _merge_all(lake, spark, to_do, progress)
     outcomes |= {work.state.table: work.fault for work in works if work.fault is not None}
-    pointers, errors, warnings = _settle(ledger, works, outcomes)
+    pointers, errors, warnings = _record_outcomes(ledger, works, outcomes)
     failpoints.hit("publish.before_record")
     if tables is None and (last is None or frontier > last.lsn or pointers != last.tables) and (pointers or last is not None):
         last = Publish(lsn=frontier, published_at=datetime.now(UTC), tables=pointers)
@@ -164,7 +164,7 @@ def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list
     The watermark may lie past the last publish: a publish that died had merged this table, or it was merged by itself. Its newest version
     counts, which maintenance may have made, or a replacement that was in no publish yet.
     """
-    path = lake.current(state.place)
+    path = lake.current(state.location)
     stands = current.standing(path)
     if stands is None:
         raise LakeError(f"The current table of {state.table} at {path} is gone; run `pgwal resnapshot '{state.table}'` to build it again.")
@@ -175,7 +175,7 @@ def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list
         return _Work(state, pointer, None)
     request = MergeRequest(
         table=state.table,
-        raw_path=lake.raw(state.place),
+        raw_path=lake.raw(state.location),
         current_path=path,
         key=relation.key,
         columns=relation.column_names,
@@ -193,7 +193,7 @@ def _replace_request(
 ) -> ReplaceRequest:
     assert state.generation is not None
     assert state.required_lsn is not None
-    chunks = [chunk for chunk in ledger.chunks(state.place, state.generation) if chunk.snapshot is not None]
+    chunks = [chunk for chunk in ledger.chunks(state.location, state.generation) if chunk.snapshot is not None]
     # What a slot before this one gave ends in a gap, and a row deleted within the gap must not come back.
     origin = max((window.start_lsn for window in windows if window.start_lsn == window.end_lsn), default=0)
     first_seen = min((Snapshot.parse(chunk.snapshot or "") for chunk in chunks), key=lambda snapshot: snapshot.low, default=None)
@@ -202,9 +202,9 @@ def _replace_request(
     writes = _writes(lake, state, [window for window in windows if window.end_lsn > from_lsn])
     return ReplaceRequest(
         table=state.table,
-        raw_path=lake.raw(state.place),
-        current_path=lake.current(state.place),
-        snapshot_path=lake.snapshot(state.place),
+        raw_path=lake.raw(state.location),
+        current_path=lake.current(state.location),
+        snapshot_path=lake.snapshot(state.location),
         generation=state.generation,
         chunks=tuple(ChunkSnapshot(chunk.attempt or "", chunk.snapshot or "", chunk.single) for chunk in chunks),
         snapshot_lsn=state.required_lsn,
@@ -229,7 +229,7 @@ def _seen_whole(window: Window, snapshot: Snapshot | None) -> bool:
 
 
 def _writes(lake: Lake, state: TableState, windows: Iterable[Window]) -> list[TableWrite]:
-    path = lake.raw(state.place)
+    path = lake.raw(state.location)
     return [write for window in windows for write in window.tables if write.path == path and write.rows]
 
 
@@ -282,11 +282,11 @@ def _carried_out(lake: Lake, spark: "SparkSession", work: _Work) -> MergeResult:
     assert request is not None
     if not request.rows:  # a column that no row has yet
         assert work.state.relation is not None
-        ensure_raw_table(lake, work.state.place, change_schema(work.state.relation))
+        ensure_raw_table(lake, work.state.location, change_schema(work.state.relation))
     return current.merge(spark, request)
 
 
-def _settle(
+def _record_outcomes(
     ledger: Ledger, works: Iterable[_Work], outcomes: dict[TableName, MergeResult | TableError]
 ) -> tuple[dict[TableName, TablePointer], dict[TableName, str], list[str]]:
     """Where each table stands now, which failed and why, and warnings of tables of which some rows are to be read again.
@@ -296,30 +296,32 @@ def _settle(
     pointers: dict[TableName, TablePointer] = {}
     errors: dict[TableName, str] = {}
     warnings: list[str] = []
-    changed: dict[TableName, tuple[TableState, TableState]] = {}  # by place: as it was planned for, and as it is now
+    changed: dict[TableName, tuple[TableState, TableState]] = {}  # by location: as it was planned for, and as it is now
     for work in works:
         state = work.state
         outcome = outcomes.get(state.table)
         again = _to_be_read_again(ledger, state, outcome) if isinstance(work.request, ReplaceRequest) else None
         if again is not None:
             warnings.append(f"Table {state.table}: {again.reason}.")
-            changed[state.place] = state, again
+            changed[state.location] = state, again
         elif isinstance(outcome, TableError):
             failed = state.failed(outcome.stage or "merge", _reason(state, work, outcome), datetime.now(UTC))
             errors[state.table] = failed.reason or ""
-            changed[state.place] = state, failed
+            changed[state.location] = state, failed
         elif outcome is not None and work.request is not None:
             pointers[state.table] = TablePointer(work.request.current_path, outcome.version)
             if isinstance(work.request, ReplaceRequest) or state.state == "error":
                 published = state.generation if isinstance(work.request, ReplaceRequest) else state.published
-                changed[state.place] = state, replace(state.mended(), state="ready", published=published, rereads=0)
+                changed[state.location] = state, replace(state.mended(), state="ready", published=published, rereads=0)
         elif work.pointer is not None:
             pointers[state.table] = work.pointer
             if state.state == "error":
-                changed[state.place] = state, replace(state.mended(), state="ready")
+                changed[state.location] = state, replace(state.mended(), state="ready")
     if changed:
-        # By their places: a drain beside may have met another name of a table.
-        ledger.amend_tables(lambda known: [_settled(state, *changed[state.place]) for state in known.values() if state.place in changed])
+        # By their locations: a drain beside may have met another name of a table.
+        ledger.amend_tables(
+            lambda known: [_with_outcome(state, *changed[state.location]) for state in known.values() if state.location in changed]
+        )
     return pointers, errors, warnings
 
 
@@ -337,14 +339,14 @@ def _to_be_read_again(ledger: Ledger, state: TableState, outcome: MergeResult | 
         return replace(
             state, state="pending", generation=None, reading=None, reason="it is read again: many keys changed while it was read"
         )
-    chunks = ledger.chunks(state.place, state.generation)
+    chunks = ledger.chunks(state.location, state.generation)
     read = Counter(chunk.lower for chunk in chunks if chunk.single)
     if max(read[key] for key in outcome.keys) >= _TIMES_A_KEY:
         return None
     first = max(chunk.chunk for chunk in chunks) + 1
     ledger.record_chunks(
         [
-            Chunk(table=state.place, generation=state.generation, chunk=number, lower=key, upper=key)
+            Chunk(table=state.location, generation=state.generation, chunk=number, lower=key, upper=key)
             for number, key in enumerate(outcome.keys, first)
         ]
     )
@@ -372,7 +374,7 @@ def _in_error(ledger: Ledger) -> dict[TableName, TablePublish]:
     }
 
 
-def _settled(known: TableState, planned: TableState, outcome: TableState) -> TableState:
+def _with_outcome(known: TableState, planned: TableState, outcome: TableState) -> TableState:
     """A table's state with what the publish found out about it; the rest may have moved on meanwhile.
 
     Where a drain has had the table read again since, what the publish found out is of rows that do not count any more.

@@ -115,13 +115,13 @@ def snapshot(
             bootstrap(settings, progress=noted)
             states = ledger.tables()
         todo = [states[table] for table in needed(settings)] if tables is None else [_followed(states, table) for table in tables]
-        anew = [state.place for state in todo if state.state == "error" and not _unread_alone(state)]
+        anew = [state.location for state in todo if state.state == "error" and not _unread_alone(state)]
         if tables is not None:  # whoever asks for it may know of damage that no run has met yet
-            anew += [state.place for state in todo if state.place not in anew and not raw_is_whole(ledger.lake, state.place)]
+            anew += [state.location for state in todo if state.location not in anew and not raw_is_whole(ledger.lake, state.location)]
         _rejoin(ledger, conn, anew, by_itself=tables is None)
         for state in todo:
-            if tables is not None or state.place in anew:
-                heal(ledger.lake, state.place)
+            if tables is not None or state.location in anew:
+                heal(ledger.lake, state.location)
         watch = SlotWatch(conn, settings.slot, noted)
         waiting = time.monotonic() + patience
         reports: list[SnapshotReport] = []
@@ -131,11 +131,11 @@ def snapshot(
             try:
                 with table_work(ledger.lake, planned.table, "read", oid=planned.oid):
                     # A drain beside may meet changes of the table at any time, and have it join anew.
-                    known, waited = _at(ledger.tables(), planned.place), 0
+                    known, waited = _at(ledger.tables(), planned.location), 0
                     while known is not None and (known.joined_xid or 0) > waited:
                         waited = known.joined_xid or 0
                         copy.wait_for_transactions(conn, waited, max(0.0, waiting - time.monotonic()), noted.warn)
-                        known = _at(ledger.tables(), planned.place)
+                        known = _at(ledger.tables(), planned.location)
                     # By their oids: no drain may have met a name's change yet.
                     published = {table.relation.oid: table for table in catalog.published_tables(conn, settings.publication)}
                     if known is None or known.oid not in published or not known.followed:
@@ -158,7 +158,7 @@ def snapshot(
     return SnapshotsReport(tuple(reports), tuple(noted.warnings), waits)
 
 
-def _rejoin(ledger: Ledger, conn: Connection, places: Collection[TableName], *, by_itself: bool) -> None:
+def _rejoin(ledger: Ledger, conn: Connection, locations: Collection[TableName], *, by_itself: bool) -> None:
     """Have tables join anew of which raw may lack changes: those were written by transactions that will have ended when they are read."""
     joined_xid, raw_from = next_xid(conn), catalog.insert_lsn(conn)
 
@@ -166,7 +166,7 @@ def _rejoin(ledger: Ledger, conn: Connection, places: Collection[TableName], *, 
         unread = replace(state.mended(), state="pending", generation=None, reading=None, published=None)
         return replace(unread, failures=state.failures, joined_xid=joined_xid, raw_from=raw_from, rereads=state.rereads + by_itself)
 
-    ledger.amend_tables(lambda known: [joining(state) for state in known.values() if state.place in places and state.followed])
+    ledger.amend_tables(lambda known: [joining(state) for state in known.values() if state.location in locations and state.followed])
 
 
 def _tell(ledger: Ledger, state: TableState, reason: str) -> None:
@@ -174,7 +174,7 @@ def _tell(ledger: Ledger, state: TableState, reason: str) -> None:
     ledger.amend_tables(
         lambda known: [
             replace(found, reason=reason)
-            for found in [_at(known, state.place)]
+            for found in [_at(known, state.location)]
             if found is not None and found.oid == state.oid and found.state == "pending" and found.reason != reason
         ]
     )
@@ -192,12 +192,14 @@ def _note(ledger: Ledger, state: TableState, error: TableError) -> None:
             return replace(known, reading=None).with_gap("describe", str(error), 0)
         return replace(known, reading=None).failed(error.stage or "read", str(error), now)
 
-    ledger.amend_tables(lambda known: [noted(found) for found in [_at(known, state.place)] if found is not None and found.oid == state.oid])
+    ledger.amend_tables(
+        lambda known: [noted(found) for found in [_at(known, state.location)] if found is not None and found.oid == state.oid]
+    )
 
 
-def _at(known: Mapping[TableName, TableState], place: TableName) -> TableState | None:
-    """The table that stands at a place now, whatever a drain beside has found it to be called."""
-    return next((state for state in known.values() if state.oid and state.place == place), None)
+def _at(known: Mapping[TableName, TableState], location: TableName) -> TableState | None:
+    """The table that stands at a location now, whatever a drain beside has found it to be called."""
+    return next((state for state in known.values() if state.oid and state.location == location), None)
 
 
 def _interrupted(known: TableState, why: str) -> TableState:
@@ -244,7 +246,7 @@ class _TableRead:
             state = replace(self.state, relation=relation, key=relation.key)
             done: list[Chunk] = []
             # Of a table without a key all rows are to be read under one snapshot, and the one of a reading that died has gone.
-            known = () if state.reading is None or exported is not None else self.ledger.chunks(state.place, state.reading)
+            known = () if state.reading is None or exported is not None else self.ledger.chunks(state.location, state.reading)
             if known:
                 done = [chunk for chunk in known if chunk.attempt is not None]
                 missing = iter([chunk for chunk in known if chunk.attempt is None])
@@ -256,10 +258,10 @@ class _TableRead:
                 missing = self._planned(state)
             assert state.reading is not None
             self._amend(state, lambda known: None if _altered(known, self.state) else _begun(known, state))
-            writer = SnapshotWriter(Lake(self.settings.lake), relation, state.reading, state.place)
+            writer = SnapshotWriter(Lake(self.settings.lake), relation, state.reading, state.location)
             writer.begin(copy_schema(relation))
             if state.raw_from:  # its raw table may have been set aside
-                ensure_raw_table(self.ledger.lake, state.place, change_schema(relation))
+                ensure_raw_table(self.ledger.lake, state.location, change_schema(relation))
             self._rows = {chunk.chunk: chunk.rows for chunk in done}
             self._bytes = {chunk.chunk: chunk.bytes for chunk in done}
             done += self._read(missing, writer, exported)
@@ -281,7 +283,7 @@ class _TableRead:
         refused = []
 
         def decide(known: Mapping[TableName, TableState]) -> list[TableState]:
-            found = _at(known, state.place)
+            found = _at(known, state.location)
             changed = None if found is None else change(found)
             refused[:] = [] if changed is not None else [state.table]
             return [] if changed is None else [changed]
@@ -296,7 +298,7 @@ class _TableRead:
         chunks: list[Chunk] = []
         bounds = copy.plan_chunks(self.conn, self.published.relation, self.settings.snapshot_chunk_rows)
         for number, bound in enumerate(bounds):
-            chunks.append(Chunk(table=state.place, generation=state.reading, chunk=number, lower=bound.lower, upper=bound.upper))
+            chunks.append(Chunk(table=state.location, generation=state.reading, chunk=number, lower=bound.lower, upper=bound.upper))
             yield chunks[-1]
         self.ledger.record_chunks(chunks)
         self._planning.set_result(None)

@@ -58,8 +58,8 @@ def publish_due(ledger: Ledger) -> bool:
     publish = ledger.publish()
     if publish is None:
         return any(state.published is not None for state in ready)  # one that died before its record
-    places = {table: pointer.path for table, pointer in publish.tables.items()}
-    if any(places.get(state.table) != ledger.lake.current(state.place) for state in ready if state.published is not None):
+    locations = {table: pointer.path for table, pointer in publish.tables.items()}
+    if any(locations.get(state.table) != ledger.lake.current(state.location) for state in ready if state.published is not None):
         return True  # under another name
     return any(window.changes for window in ledger.windows(publish.lsn) if window.end_lsn <= frontier)
 
@@ -83,9 +83,9 @@ def status(settings: Settings) -> dict[str, Any]:
         "tables": {
             str(table): {
                 "state": _shown(state),
-                "reason": _reason(state) or counts.get(lake.current(state.place), (None, None))[1],
-                "raw_path": lake.raw(state.place),
-                "current_path": (path := lake.current(state.place)),
+                "reason": _reason(state) or counts.get(lake.current(state.location), (None, None))[1],
+                "raw_path": lake.raw(state.location),
+                "current_path": (path := lake.current(state.location)),
                 "key": list(state.key) if state.relation is not None else None,
                 "rows": counts.get(path, (None, None))[0],
             }

@@ -20,7 +20,7 @@ from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.lake import undecodable
 from pgwal_pipeline.lake.faults import is_tables_own, table_error
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.locations import Places
+from pgwal_pipeline.lake.locations import Locations
 from pgwal_pipeline.lake.raw import WindowWriter
 from pgwal_pipeline.lake.records import Window
 from pgwal_pipeline.lake.schema import check_columns
@@ -51,7 +51,7 @@ class StreamBroke(SourceUnavailable):
 
 
 @dataclass(frozen=True)
-class Portions:
+class WindowLimits:
     """How a long stretch of WAL is cut into windows: after about `size` bytes of WAL, or `seconds` of reading, at a transaction's end.
 
     `take` gets each window but the last, in their order, on a thread of its own; it may wait, and what it raises ends the reading.
@@ -77,7 +77,7 @@ class _Feed:
     heads: Mapping[int, int]
 
 
-class _Cut:
+class _StreamEnd:
     """Stands behind the last feed of a stream that broke."""
 
 
@@ -99,19 +99,19 @@ class _Consumer(threading.Thread):
         self,
         decoder: Decoder,
         lake: Lake,
-        places: Places,
+        locations: Locations,
         limits: tuple[int, int],
         budget: int,
         expected: Mapping[str, Schema],
-        portions: Portions | None,
+        portions: WindowLimits | None,
     ) -> None:
         super().__init__(name="pgwal-consumer", daemon=True)
         self.last: WindowRead | None = None
         self.error: BaseException | None = None
-        self.ended = threading.Event()
+        self.finished = threading.Event()
         self._decoder = decoder
         self._lake = lake
-        self._places = places
+        self._places = locations
         self._end_lsn = limits[1]
         self._budget = budget
         self._expected = dict(expected)
@@ -122,14 +122,14 @@ class _Consumer(threading.Thread):
         self._last_commit_end = 0
         self._open = self._window(limits[0])
         decoder.next_window(self._open.end_lsn)
-        self._feeds: queue.SimpleQueue[_Feed | _Cut | None] = queue.SimpleQueue()
+        self._feeds: queue.SimpleQueue[_Feed | _StreamEnd | None] = queue.SimpleQueue()
         self._held = 0
         self._room = threading.Condition()
 
     def has_room(self, timeout: float) -> bool:
         """Whether another feed may be handed over; waits up to `timeout` seconds for it."""
         with self._room:
-            return self._room.wait_for(lambda: self._held < self._budget // 4 or self.ended.is_set(), timeout)
+            return self._room.wait_for(lambda: self._held < self._budget // 4 or self.finished.is_set(), timeout)
 
     def hand_over(self, feed: _Feed) -> None:
         with self._room:
@@ -142,7 +142,7 @@ class _Consumer(threading.Thread):
 
     def cut_short(self) -> None:
         """End the window behind the last transaction that came whole, when all that was handed over has been consumed."""
-        self._feeds.put(_Cut())
+        self._feeds.put(_StreamEnd())
 
     @property
     def passed_end(self) -> bool:
@@ -156,7 +156,7 @@ class _Consumer(threading.Thread):
     def run(self) -> None:
         try:
             while (feed := self._feeds.get()) is not None:
-                if isinstance(feed, _Cut):
+                if isinstance(feed, _StreamEnd):
                     self._cut()
                     break
                 passed = self._consume(feed)
@@ -168,7 +168,7 @@ class _Consumer(threading.Thread):
         except BaseException as error:  # noqa: BLE001 - carried to the reader's thread, which raises it
             self.error = error
         finally:
-            self.ended.set()
+            self.finished.set()
             with self._room:
                 self._room.notify_all()
 
@@ -260,9 +260,9 @@ class _Consumer(threading.Thread):
         known = self._places.by_oid.get(oid)
         self._leave_out([oid])
         if known is not None or relation is not None:
-            place = known[0] if known is not None else self._places.find(relation)[0] if relation is not None else None
-            assert place is not None
-            self._open.writer.refuse(place, error)
+            location = known[0] if known is not None else self._places.find(relation)[0] if relation is not None else None
+            assert location is not None
+            self._open.writer.refuse(location, error)
 
     def _leave_out(self, oids: Iterable[int]) -> None:
         for oid in oids:
@@ -287,8 +287,8 @@ class _Consumer(threading.Thread):
         self._leave_out(error.oid for error in window.writer.refused.values())
         self._expected |= {write.path: Schema.from_json(write.schema_json) for write in writes}
         refused = {
-            str(place): Refusal(error.oid, error.stage or "write", str(error), window.start_lsn)
-            for place, error in window.writer.refused.items()
+            str(location): Refusal(error.oid, error.stage or "write", str(error), window.start_lsn)
+            for location, error in window.writer.refused.items()
         }
         seconds = time.perf_counter() - window.since
         return window.tally.read(window.start_lsn, window.end_lsn, writes, refused, seconds)
@@ -297,7 +297,7 @@ class _Consumer(threading.Thread):
 def read_window(
     stream: ReplicationStream,
     lake: Lake,
-    places: Places,
+    locations: Locations,
     describe: Describe,
     *,
     start_lsn: int,
@@ -307,7 +307,7 @@ def read_window(
     progress: Progress,
     stage: str = "drain",
     expected: Mapping[str, Schema] | None = None,
-    portions: Portions | None = None,
+    portions: WindowLimits | None = None,
 ) -> WindowRead:
     """Read every transaction with `start_lsn <= commit LSN < end_lsn` from `stream` into Parquet files in the lake; the last window of it.
 
@@ -315,7 +315,7 @@ def read_window(
     is silent while it decodes a large transaction that is not ours. At most `memory_budget` bytes of changes are held, undecoded and
     unwritten together. Nothing is committed and nothing confirmed here. A table that by its own fault cannot be decoded or written is left
     out from there on, and named in `facts.refused`; so is one with a row of more than `largest_row` bytes.
-    `stage` is what `progress` calls it, `places` and `expected` are as `WindowWriter` has them.
+    `stage` is what `progress` calls it, `locations` and `expected` are as `WindowWriter` has them.
 
     Raises StreamBroke, which has what came whole, where the connection breaks, or something came whole before a change that the source
     cannot send; ChangeNotSent where nothing did; and what decoding, writing or `portions` raise.
@@ -323,13 +323,13 @@ def read_window(
     feed_bytes = max(64 << 10, min(4 << 20, memory_budget // 16))
 
     def wanted(message: RelationMessage) -> Relation | None:
-        relation = None if message.oid in places.left_out else describe(message)
+        relation = None if message.oid in locations.left_out else describe(message)
         if relation is not None:
             check_columns(relation)  # before its rows stand beside our columns, which are found there by their names
         return relation
 
     decoder = Decoder(wanted, start_lsn, start_lsn, largest_row=largest_row)
-    consumer = _Consumer(decoder, lake, places, (start_lsn, end_lsn), memory_budget, expected or {}, portions)
+    consumer = _Consumer(decoder, lake, locations, (start_lsn, end_lsn), memory_budget, expected or {}, portions)
     consumer.start()
     broken: SourceUnavailable | ChangeNotSent | None = None
 
@@ -366,7 +366,7 @@ def _pump(stream: ReplicationStream, consumer: _Consumer, limits: tuple[int, int
     """
     feed_bytes, largest_row = limits
     reported = -1
-    while not consumer.ended.is_set():
+    while not consumer.finished.is_set():
         if not consumer.has_room(_IDLE):
             stream.keep_alive()
             between(reported)

@@ -10,15 +10,15 @@ from deltalake import Schema
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.lake.ledger import Ledger, TableState, Window
-from pgwal_pipeline.lake.locations import Places
+from pgwal_pipeline.lake.locations import Locations
 from pgwal_pipeline.lake.raw import commit_window
 from pgwal_pipeline.lake.stream_facts import Read, Refusal, StreamFacts
 from pgwal_pipeline.messages.errors import SlotBusy, TableError
 from pgwal_pipeline.messages.progress import Progress
-from pgwal_pipeline.pipeline.alterations import Look
-from pgwal_pipeline.pipeline.table_review import looks, next_xid, review_tables
+from pgwal_pipeline.pipeline.alterations import CatalogEntry
+from pgwal_pipeline.pipeline.table_review import catalog_entries, next_xid, review_tables
 from pgwal_pipeline.pipeline.tally import WindowRead, changes_in
-from pgwal_pipeline.pipeline.window import Portions, StreamBroke, read_window
+from pgwal_pipeline.pipeline.window import StreamBroke, WindowLimits, read_window
 from pgwal_pipeline.postgres import catalog
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.stream import ReplicationStream
@@ -29,7 +29,7 @@ from pgwal_pipeline.values.xid import Snapshot
 
 
 @dataclass(frozen=True)
-class Pass:
+class DrainContext:
     """One drain: what it goes by, its connection to the source and lake, and whom it tells how far it is."""
 
     settings: Settings
@@ -70,13 +70,13 @@ def read_from(
     progress: Progress,
     stage: str = "drain",
     expected: Mapping[str, Schema] | None = None,
-    portions: Portions | None = None,
+    portions: WindowLimits | None = None,
 ) -> WindowRead:
     """Read the WAL between two LSNs as `read_window` does, with the tables as the ledger has them now, asking the catalog on `conn`."""
     return read_window(
         stream,
         ledger.lake,
-        Places.of(ledger.tables()),
+        Locations.of(ledger.tables()),
         describe_on(conn),
         start_lsn=limits[0],
         end_lsn=limits[1],
@@ -129,41 +129,43 @@ def keep_what_came(ledger: Ledger, slot: str, broke: StreamBroke) -> None:
         ledger.record_read(Read(window_of(slot, broke.kept), broke.kept.facts))
 
 
-def review(run: Pass, before: Mapping[TableName, Look], facts: StreamFacts, ended: Snapshot | None) -> dict[TableName, Look]:
+def review(
+    ctx: DrainContext, before: Mapping[TableName, CatalogEntry], facts: StreamFacts, ended: Snapshot | None
+) -> dict[TableName, CatalogEntry]:
     """Look at the tables again and write down what became of them; returns the looks. To be done before the windows read count.
 
     `ended` has every transaction that committed before the windows' end, and maybe some that committed just after it; None where the stream
     goes on, so that what it did not tell it may still tell.
     """
-    found = looks(run.conn, run.settings.publication)
-    rewrites = run.settings.on_rewrite == "resnapshot"
-    news = review_tables(run.ledger, before, found, facts, ended, next_xid(run.conn), rewrites=rewrites)
+    found = catalog_entries(ctx.conn, ctx.settings.publication)
+    rewrites = ctx.settings.on_rewrite == "resnapshot"
+    news = review_tables(ctx.ledger, before, found, facts, ended, next_xid(ctx.conn), rewrites=rewrites)
     for table, reason in news.items():
-        run.warn(f"Table {table}: {reason}.")
+        ctx.warn(f"Table {table}: {reason}.")
     if facts.refused:
-        _record_refusals(run, facts.refused)
+        _record_refusals(ctx, facts.refused)
         failpoints.hit("drain.after_refusal")
     return found
 
 
-def _record_refusals(run: Pass, refused: Mapping[str, Refusal]) -> None:
+def _record_refusals(ctx: DrainContext, refused: Mapping[str, Refusal]) -> None:
     """Write down the tables that the windows left out, before anything counts that lacks their changes."""
-    unborn_xid = next_xid(run.conn)
+    unborn_xid = next_xid(ctx.conn)
     news: dict[str, str] = {}
 
     def decide(known: Mapping[TableName, TableState]) -> list[TableState]:
         states = [
-            _refused(state, refused[str(state.place)], unborn_xid)
+            _refused(state, refused[str(state.location)], unborn_xid)
             for state in known.values()
-            if str(state.place) in refused and state.followed
+            if str(state.location) in refused and state.followed
         ]
         news.clear()
         news.update({str(state.table): state.reason or "" for state in states})
         return states
 
-    run.ledger.amend_tables(decide)
+    ctx.ledger.amend_tables(decide)
     for table, reason in news.items():
-        run.warn(f"Table {table} is left out: {reason}")
+        ctx.warn(f"Table {table} is left out: {reason}")
 
 
 def _refused(state: TableState, refusal: Refusal, unborn_xid: int) -> TableState:
@@ -183,7 +185,7 @@ def gap_reason(table: TableName, stage: str, lsn: int, sentence: str) -> str:
     )
 
 
-def count(ledger: Ledger, windows: Sequence[Window], warn: Callable[[str], None]) -> tuple[Window, ...]:
+def commit_windows(ledger: Ledger, windows: Sequence[Window], warn: Callable[[str], None]) -> tuple[Window, ...]:
     """Make windows durable, all at once: from their ledger record on they are never read again, whatever happens to what follows.
 
     Returns them as they count, without the tables whose own fault it was that they could not be committed.
@@ -226,7 +228,7 @@ def _record_uncommitted(ledger: Ledger, failed: Mapping[str, TableError], lsn: i
         return [
             state.with_gap("commit", gap_reason(state.table, "commit", lsn, str(error)), lsn)
             for state in known.values()
-            if state.followed and (error := failed.get(ledger.lake.raw(state.place))) is not None
+            if state.followed and (error := failed.get(ledger.lake.raw(state.location))) is not None
         ]
 
     ledger.amend_tables(decide)
@@ -234,9 +236,9 @@ def _record_uncommitted(ledger: Ledger, failed: Mapping[str, TableError], lsn: i
         warn(f"{error} The table is left out from {format_lsn(lsn)} on.")
 
 
-def open_stream(run: Pass, start_lsn: int) -> ReplicationStream:
+def open_stream(ctx: DrainContext, start_lsn: int) -> ReplicationStream:
     """The slot's stream from `start_lsn` on; see `slot_stream`."""
-    return slot_stream(run.settings, start_lsn, run.server_version)
+    return slot_stream(ctx.settings, start_lsn, ctx.server_version)
 
 
 def slot_stream(settings: Settings, start_lsn: int, server_version: int) -> ReplicationStream:

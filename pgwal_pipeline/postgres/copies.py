@@ -108,7 +108,7 @@ class SlotCopy:
         self._conn.close()
 
 
-def settle(conn: Connection, dsn: str, slot: str, lsn: int, *, warn: Callable[[str], None]) -> None:
+def confirm_unread(conn: Connection, dsn: str, slot: str, lsn: int, *, warn: Callable[[str], None]) -> None:
     """Confirm the slot up to `lsn`, where it has not read to itself, and have it let go of the WAL before.
 
     Standbys that hold the slot back are named through `warn` after 5 s, and waited for no longer than 60 s: SourceUnavailable. Raises

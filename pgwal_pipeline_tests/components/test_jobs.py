@@ -163,7 +163,7 @@ def test_a_table_that_the_definitions_do_not_have_is_captured(location: Location
     key = location.target()
     made = materialized(location.run("drain", key))
     assert made[NAMES.raw(SALES), key]["dagster/partition_row_count"] == 1
-    assert {known.table: known.place for known in remembered(location.settings)}[SALES] == ORDERS
+    assert {known.table: known.location for known in remembered(location.settings)}[SALES] == ORDERS
 
 
 def test_the_run_that_makes_the_slot(location: Location, source: Source) -> None:

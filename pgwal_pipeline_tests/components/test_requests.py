@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import dagster as dg
 
-from pgwal_pipeline.components.requests import Look, busy, look_again, pausing, what_is_due, window_to_drain
+from pgwal_pipeline.components.requests import SourceReading, busy, look_again, pausing, what_is_due, window_to_drain
 from pgwal_pipeline.pipeline.reports import LagReading
 from pgwal_pipeline.settings import Settings
 
@@ -47,7 +47,7 @@ def test_a_publish_that_is_due_by_itself() -> None:
 def test_nothing_is_unread_where_the_slot_is_confirmed_to_the_end() -> None:
     looks, unread = look_again((), QUIET, 1000.0)
     assert unread is None
-    assert looks == (Look("10:10:", 500, 1000.0),)
+    assert looks == (SourceReading("10:10:", 500, 1000.0),)
 
 
 def test_unread_counts_from_the_first_look_until_something_was_read() -> None:
@@ -58,11 +58,11 @@ def test_unread_counts_from_the_first_look_until_something_was_read() -> None:
     assert unread == 10.0
     looks, unread = look_again(looks, replace(behind, confirmed_flush_lsn=600, insert_lsn=700, flush_lsn=700), 1020.0)
     assert unread is None
-    assert looks == (Look("10:10:", 600, 1020.0),)
+    assert looks == (SourceReading("10:10:", 600, 1020.0),)
 
 
 def test_unread_counts_from_the_last_look_at_which_all_was_read() -> None:
-    looks = (Look("10:10:", 500, 1000.0),)
+    looks = (SourceReading("10:10:", 500, 1000.0),)
     written = replace(QUIET, snapshot="11:11:", insert_lsn=600, flush_lsn=600, lag_bytes=100)
     looks, unread = look_again(looks, written, 1010.0)
     assert unread == 10.0
@@ -74,11 +74,11 @@ def test_unread_counts_from_the_last_look_at_which_all_was_read() -> None:
     assert unread == 20.0
     looks, unread = look_again(looks, replace(more, confirmed_flush_lsn=700, lag_bytes=0), 1040.0)
     assert unread is None
-    assert looks == (Look("12:12:", 700, 1040.0),)
+    assert looks == (SourceReading("12:12:", 700, 1040.0),)
 
 
 def test_checkpoints_move_the_wal_but_nothing_is_unread() -> None:
-    looks = (Look("10:10:", 500, 1000.0),)
+    looks = (SourceReading("10:10:", 500, 1000.0),)
     _, unread = look_again(looks, replace(QUIET, insert_lsn=9_000, flush_lsn=9_000, lag_bytes=8_500), 2000.0)
     assert unread is None
 
@@ -90,7 +90,7 @@ def test_a_transaction_that_was_running_ends() -> None:
 
 
 def test_a_busy_server_does_not_fill_the_cursor() -> None:
-    looks: tuple[Look, ...] = ()
+    looks: tuple[SourceReading, ...] = ()
     unread = None
     for number in range(100):
         reading = replace(QUIET, snapshot=f"{number}:{number}:", insert_lsn=1000 + number)

@@ -75,14 +75,14 @@ def slot(source: CdcSource) -> FakeSlot:
     return FakeSlot(source.settings)
 
 
-Look = Callable[[dg.SensorEvaluationContext, CdcSource, Jobs, ReplicationSlot], dg.SensorResult]
+SourceReading = Callable[[dg.SensorEvaluationContext, CdcSource, Jobs, ReplicationSlot], dg.SensorResult]
 
 
 class Ticks:
     """A sensor ticking by a clock of the test's own, as the daemon would let it: with the cursor that it left."""
 
     def __init__(
-        self, look: Look, source: CdcSource, instance: dg.DagsterInstance, slot: FakeSlot, monkeypatch: pytest.MonkeyPatch
+        self, look: SourceReading, source: CdcSource, instance: dg.DagsterInstance, slot: FakeSlot, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.look, self.source, self.instance, self.slot = look, source, instance, slot
         self.jobs, _ = build_jobs(source)

@@ -24,8 +24,8 @@ from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import catch_up, status
 from pgwal_pipeline.pipeline import drain as drains
-from pgwal_pipeline.pipeline.catch_up import Cut, Pace, borders, falling_behind, windows_for
-from pgwal_pipeline.pipeline.window_commit import Pass
+from pgwal_pipeline.pipeline.catch_up import DrainRate, Split, borders, falling_behind, windows_for
+from pgwal_pipeline.pipeline.window_commit import DrainContext
 from pgwal_pipeline.postgres import copies
 from pgwal_pipeline.postgres.copies import Room
 from pgwal_pipeline.postgres.dsn import connect
@@ -535,7 +535,7 @@ def test_few_cores_that_the_source_shares_are_one_readers(
         def windows_of(cores: int, **overrides: Any) -> int:
             monkeypatch.setattr(catch_up, "cores", lambda: cores)
             settings = make_pipeline(lake=str(tmp_path / str(len(warnings))), **overrides).settings
-            run = Pass(settings, Ledger(Lake(settings.lake)), conn, conn.info.server_version, warnings.append, Silent())
+            run = DrainContext(settings, Ledger(Lake(settings.lake)), conn, conn.info.server_version, warnings.append, Silent())
             plan = catch_up.plan(run, 1 << 30, 3 << 30, "1:1:")
             return 1 if plan is None else len(plan.ends)
 
@@ -555,14 +555,14 @@ def test_a_backlog_that_grows_faster_than_it_is_drained(
     source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
     pipeline = catching_up(make_pipeline, catchup_slots=1)
     fill(source, transactions=10)
-    real = catch_up.count
+    real = catch_up.commit_windows
 
     def beside_writers(*args: Any) -> Any:
         fill(source, transactions=40, first=100)
         return real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(catch_up, "count", beside_writers)
+        patch.setattr(catch_up, "commit_windows", beside_writers)
         report = pipeline.drain()
     assert any("grows faster than it is drained" in warning and "is lost in about" in warning for warning in report.warnings)
     assert not pipeline.drain().warnings
@@ -570,17 +570,17 @@ def test_a_backlog_that_grows_faster_than_it_is_drained(
 
 def test_how_many_windows() -> None:
     much, room, giga = 10 << 30, Room(10, 11), 1 << 30
-    assert windows_for(giga - 1, giga, 2, room, 8) == Cut(1)
-    assert windows_for(giga, giga, 2, room, 8) == Cut(3)
-    assert windows_for(much, giga, 0, room, 8) == Cut(1)
-    assert windows_for(much, giga, 64, room, 64) == Cut(6)
-    assert windows_for(much, giga, 64, Room(10, 4), 64) == Cut(2)
-    assert windows_for(much, giga, 64, room, 2) == Cut(2)
+    assert windows_for(giga - 1, giga, 2, room, 8) == Split(1)
+    assert windows_for(giga, giga, 2, room, 8) == Split(3)
+    assert windows_for(much, giga, 0, room, 8) == Split(1)
+    assert windows_for(much, giga, 64, room, 64) == Split(6)
+    assert windows_for(much, giga, 64, Room(10, 4), 64) == Split(2)
+    assert windows_for(much, giga, 64, room, 2) == Split(2)
     one_core, no_room = windows_for(much, giga, 2, room, 1), windows_for(much, giga, 2, Room(1, 9), 8)
     assert one_core.windows == no_room.windows == 1
     assert "one core" in (one_core.reason or "")
     assert "max_replication_slots" in (no_room.reason or "")
-    assert windows_for(300 << 10, 0, 2, room, 8) == Cut(1)
+    assert windows_for(300 << 10, 0, 2, room, 8) == Split(1)
 
 
 @pytest.mark.parametrize("windows", [1, 2, 3, 7])
@@ -599,9 +599,9 @@ def test_windows_follow_one_another(windows: int) -> None:
 
 def test_falling_behind() -> None:
     mega = 1 << 20
-    assert falling_behind("s", Pace(100 * mega, 50 * mega, 10, 500 * mega, None), mega) is None
-    assert falling_behind("s", Pace(50 * mega, 100 * mega, 10, mega - 1, None), mega) is None
-    text = falling_behind("s", Pace(50 * mega, 100 * mega, 10, 500 * mega, 3000 * mega), mega) or ""
+    assert falling_behind("s", DrainRate(100 * mega, 50 * mega, 10, 500 * mega, None), mega) is None
+    assert falling_behind("s", DrainRate(50 * mega, 100 * mega, 10, mega - 1, None), mega) is None
+    text = falling_behind("s", DrainRate(50 * mega, 100 * mega, 10, 500 * mega, 3000 * mega), mega) or ""
     assert "writes 10.0 MB of WAL a second, 5.0 MB are drained" in text
     assert "slot s is lost in about 10 min at these rates" in text
-    assert "max_slot_wal_keep_size" in (falling_behind("s", Pace(0, mega, 1, mega, None), mega) or "")
+    assert "max_slot_wal_keep_size" in (falling_behind("s", DrainRate(0, mega, 1, mega, None), mega) or "")

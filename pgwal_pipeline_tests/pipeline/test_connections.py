@@ -349,7 +349,7 @@ def test_a_slow_lake_on_a_server_of_little_patience(
         pipeline.source = source
         drained(pipeline)
         fill(source, 40)
-        add, review, count = raw_tables.WindowWriter.add, committer.review, committer.count
+        add, review, count = raw_tables.WindowWriter.add, committer.review, committer.commit_windows
         started = threading.Event()
 
         def slowly(function: Any, seconds: float, once: bool = False) -> Any:
@@ -363,7 +363,7 @@ def test_a_slow_lake_on_a_server_of_little_patience(
 
         monkeypatch.setattr(raw_tables.WindowWriter, "add", slowly(add, 5.0, once=True))
         monkeypatch.setattr(committer, "review", slowly(review, 5.0))
-        monkeypatch.setattr(committer, "count", slowly(count, 5.0))
+        monkeypatch.setattr(committer, "commit_windows", slowly(count, 5.0))
         report = drained(pipeline)
         assert report.warnings == ()
         assert len(report.windows) == 1

@@ -140,7 +140,7 @@ def settled(pipeline: Pipeline) -> None:
 
 def assert_read_by_all(pipeline: Pipeline, spark: Any, table: str) -> None:
     """Spark and delta-rs read every layer to the same number of rows, and Polars `current` where nothing is mapped."""
-    place = pipeline.ledger.tables()[TableName.parse(table)].place
+    place = pipeline.ledger.tables()[TableName.parse(table)].location
     for path in (pipeline.lake.raw(place), pipeline.lake.snapshot(place), pipeline.lake.current(place)):
         found = QueryBuilder().register("t", DeltaTable(path)).execute("SELECT * FROM t").read_all()
         assert spark.read.format("delta").load(path).count() == found.num_rows
@@ -154,10 +154,10 @@ def assert_layers_equal(source: Source, pipeline: Pipeline, table: str) -> None:
     assert state.generation is not None
     with source.connect() as conn:
         columns, expected = source_rows(conn, table)
-    attempts = [chunk.attempt for chunk in pipeline.ledger.chunks(state.place, state.generation)]
-    read = pl.scan_delta(pipeline.lake.snapshot(state.place)).filter(pl.col("_pgwal_chunk").is_in(attempts)).collect()
+    attempts = [chunk.attempt for chunk in pipeline.ledger.chunks(state.location, state.generation)]
+    read = pl.scan_delta(pipeline.lake.snapshot(state.location)).filter(pl.col("_pgwal_chunk").is_in(attempts)).collect()
     assert rows_of(read.select(columns)) == expected, table
-    inserted = pl.scan_delta(pipeline.lake.raw(state.place)).filter((pl.col("_pgwal_op") == "I") & (pl.col("id") == 2)).collect()
+    inserted = pl.scan_delta(pipeline.lake.raw(state.location)).filter((pl.col("_pgwal_op") == "I") & (pl.col("id") == 2)).collect()
     if inserted.height:
         # A column whose type was changed has its values in another one from then on.
         held = {

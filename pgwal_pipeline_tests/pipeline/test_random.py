@@ -101,7 +101,7 @@ class Rounds:
                 pointer = publish.tables[name]
                 self.rows += assert_equal(self.source, table.quoted, pointer.path, pointer.version, state.dropped)
                 self.compared += 1
-                _assert_once(self.pipeline.lake, state.place)
+                _assert_once(self.pipeline.lake, state.location)
         there = {TableName(table.schema, table.name) for table in self.work.tables()}
         assert {name.name for name, state in states.items() if name not in there and state.state not in ("gone", "skipped")} == set()
 

@@ -53,8 +53,8 @@ def states(pipeline: Pipeline) -> dict[str, TableState]:
 def read_rows(pipeline: Pipeline, state: TableState) -> pl.DataFrame:
     """What the snapshot in force has of a table."""
     assert state.generation is not None
-    attempts = [chunk.attempt for chunk in pipeline.ledger.chunks(state.place, state.generation)]
-    rows = pl.scan_delta(pipeline.lake.snapshot(state.place)).filter(pl.col(GENERATION) == state.generation)
+    attempts = [chunk.attempt for chunk in pipeline.ledger.chunks(state.location, state.generation)]
+    rows = pl.scan_delta(pipeline.lake.snapshot(state.location)).filter(pl.col(GENERATION) == state.generation)
     return rows.filter(pl.col(CHUNK).is_in(attempts)).collect()
 
 
@@ -221,8 +221,8 @@ def test_a_name_taken_behind_a_drain_that_died(files: str, source: Source, make_
     pipeline.drain()
     found = states(pipeline)
     assert {name: state.state for name, state in found.items()} == {"x": "ready", "y": "ready"}
-    assert pl.scan_delta(pipeline.lake.raw(found["y"].place)).collect()["id"].to_list() == [7]
-    assert pl.scan_delta(pipeline.lake.raw(found["x"].place)).collect()["id"].to_list() == [1]
+    assert pl.scan_delta(pipeline.lake.raw(found["y"].location)).collect()["id"].to_list() == [7]
+    assert pl.scan_delta(pipeline.lake.raw(found["x"].location)).collect()["id"].to_list() == [1]
 
 
 def test_a_name_taken_while_the_stream_is_read(source: Source, make_pipeline: MakePipeline, late: Late) -> None:
@@ -242,12 +242,12 @@ def test_a_name_taken_while_the_stream_is_read(source: Source, make_pipeline: Ma
         assert sum(counts.rows for counts in report.windows[0].tables.values()) == 1
         pipeline.drain()
         state = states(pipeline)["x"]
-        assert pl.scan_delta(pipeline.lake.raw(state.place)).collect()["id"].to_list() == [10 + number]
-    assert len(maintenance.places(pipeline.lake)) == 3
+        assert pl.scan_delta(pipeline.lake.raw(state.location)).collect()["id"].to_list() == [10 + number]
+    assert len(maintenance.locations(pipeline.lake)) == 3
     # One that is dropped before it is read, and made anew under another type: its last changes stand before the other's.
     source.sql("INSERT INTO y VALUES (4); DROP TABLE y; CREATE TABLE y (id text PRIMARY KEY); INSERT INTO y VALUES ('new')")
     pipeline.drain()
-    rows = pl.scan_delta(pipeline.lake.raw(states(pipeline)["y"].place)).collect()
+    rows = pl.scan_delta(pipeline.lake.raw(states(pipeline)["y"].location)).collect()
     assert (set(rows["id"]), set(rows["_pgwal_string_id"])) == ({2, 3, 4, None}, {None, "new"})
 
 
@@ -265,7 +265,7 @@ def test_no_two_tables_share_a_place(source: Source, make_pipeline: MakePipeline
         pipeline.snapshot()
     found = states(pipeline)
     assert {name: state.state for name, state in found.items()} == dict.fromkeys(["a", "a_0", "b", "c"], "ready")
-    assert len({state.place for state in found.values()}) == len(found)
+    assert len({state.location for state in found.values()}) == len(found)
 
 
 def test_swapped_at_the_lsn_of_a_publish(source: Source, make_pipeline: MakePipeline) -> None:

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from pgwal_pipeline.lake.ledger import TableState
-from pgwal_pipeline.lake.locations import Places
+from pgwal_pipeline.lake.locations import Locations
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
@@ -137,7 +137,7 @@ def test_renamed_while_it_is_read_and_while_the_stream_is(
     converge(pipeline)
     pipeline.assert_current("public.far", "public.c")
     states = pipeline.ledger.tables()
-    assert {state.oid: state.place for state in states.values()} == {oid: state.place for oid, state in first.items()}
+    assert {state.oid: state.location for state in states.values()} == {oid: state.location for oid, state in first.items()}
     assert states[TableName("public", "far")].generation == first[states[TableName("public", "far")].oid].generation
 
 
@@ -152,7 +152,7 @@ def test_where_the_changes_of_tables_belong_that_the_ledger_does_not_know() -> N
         state("left", 4, state="gone", generation="g"),
         state("moved", 5, "moved_5", state="pending"),
     ]
-    places = Places.of({state.table: state for state in states})
+    places = Locations.of({state.table: state for state in states})
 
     def place(oid: int, name: str) -> str:
         return places.find(Relation(oid, TableName("s", name), "d", ()))[0].name
@@ -177,5 +177,5 @@ def _assert_same_tables(pipeline: Pipeline, before: dict[str, TableState], names
     states = {str(table): state for table, state in pipeline.ledger.tables().items()}
     for earlier, name in names.items():
         was, now = before[earlier], states[name]
-        assert (now.oid, now.place, now.state, now.generation) == (was.oid, was.place, "ready", was.generation), name
+        assert (now.oid, now.location, now.state, now.generation) == (was.oid, was.location, "ready", was.generation), name
     assert not {"public.moved", "public.often_2", "public.grown", "public.taller", "public.away", "public.kept"} & states.keys()

@@ -90,16 +90,16 @@ def test_settling_confirms_the_slot_and_lets_go_of_the_wal(source_matrix: Source
     source.sql("INSERT INTO t VALUES (1000)")
     before = standing(source, name)
     with connect(source.dsn) as conn:
-        copies.settle(conn, source.dsn, name, end, warn=print)
+        copies.confirm_unread(conn, source.dsn, name, end, warn=print)
         restart, confirmed = standing(source, name)
         assert confirmed == end
         assert end - restart < (end - before[0]) // 2
-        copies.settle(conn, source.dsn, name, end, warn=print)
+        copies.confirm_unread(conn, source.dsn, name, end, warn=print)
         version = conn.info.server_version
         with ReplicationStream.open(source.dsn, name, "p", end, server_version=version) as stream:
             assert inserts(stream, flushed(source)) == 1
         with pytest.raises(SlotLost):
-            copies.settle(conn, source.dsn, "missing", end, warn=print)
+            copies.confirm_unread(conn, source.dsn, "missing", end, warn=print)
 
 
 def test_a_slot_that_is_read_cannot_be_settled(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_slot_that_is_read_cannot_be_settled(source: Source, monkeypatch: pyte
     with connect(source.dsn) as conn, ReplicationStream.open(source.dsn, name, "p", 0, server_version=conn.info.server_version):
         end = flushed(source)
         with pytest.raises(SlotBusy, match=name):
-            copies.settle(conn, source.dsn, name, end, warn=print)
+            copies.confirm_unread(conn, source.dsn, name, end, warn=print)
 
 
 _SETTLE = """
@@ -133,7 +133,7 @@ def test_settling_waits_for_a_standby_that_is_away_no_longer_than_it_should(
         waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'WaitForStandbyConfirmation'"
         with connect(source.dsn) as conn:
             with pytest.raises(SourceUnavailable, match=r"\(standby_1, standby_2\) have .*: bring them back, or take them out of"):
-                copies.settle(conn, source.dsn, name, end, warn=warnings.append)
+                copies.confirm_unread(conn, source.dsn, name, end, warn=warnings.append)
             assert len(warnings) == 1
             assert f"slot {name}" in warnings[0]
             # The server waits no longer either, and the connection is good for more.
@@ -148,7 +148,7 @@ def test_settling_waits_for_a_standby_that_is_away_no_longer_than_it_should(
             "SELECT pg_replication_slot_advance(name, pg_current_wal_flush_lsn()) FROM unnest('{standby_1, standby_2}'::text[]) name"
         )
         with connect(source.dsn) as conn:
-            copies.settle(conn, source.dsn, name, end, warn=warnings.append)
+            copies.confirm_unread(conn, source.dsn, name, end, warn=warnings.append)
         assert standing(source, name)[1] == end
         assert len(warnings) == 1
 
@@ -185,7 +185,7 @@ def test_on_a_standby(make_server: Callable[..., Postgres], tmp_path: Path) -> N
             copy = SlotCopy.make(standby.dsn, "followed")
             with copy.stream("p", ends[1], server_version=conn.info.server_version) as stream:
                 assert inserts(stream, ends[-1]) == 200
-            copies.settle(conn, standby.dsn, "followed", ends[-1], warn=print)
+            copies.confirm_unread(conn, standby.dsn, "followed", ends[-1], warn=print)
             assert standing(standby, "followed")[1] == ends[-1]
             slot.drop(conn, "followed")
 
