@@ -170,8 +170,8 @@ def replace(spark: "SparkSession", request: ReplaceRequest) -> MergeResult:
     mark = watermark(request.current_path)
     if mark is not None and mark > request.to_lsn:
         raise LakeError(
-            f"{request.table}: its current table stands at {format_lsn(mark)}, past {format_lsn(request.to_lsn)}, where the snapshot is to "
-            f"be published; remove {request.current_path} if it is another source's."
+            f"{request.table}: its current table stands at {format_lsn(mark)}, past {format_lsn(request.to_lsn)}, the LSN of this publish; "
+            f"remove {request.current_path} if it belongs to another source."
         )
     if mark == request.to_lsn and generation(request.current_path) == request.generation:
         return MergeResult(version(request.current_path), 0)
@@ -368,7 +368,7 @@ def _reached(request: MergeRequest | ReplaceRequest) -> int:
     if table is None or mark != request.to_lsn:
         lost = LakeError(
             f"{request.table}: another publish changed its current table at the same time, which stands at "
-            f"{'nothing' if mark is None else format_lsn(mark)} instead of {format_lsn(request.to_lsn)}; try again."
+            f"{'no LSN' if mark is None else format_lsn(mark)} instead of {format_lsn(request.to_lsn)}; try again."
         )
         lost.transient = True
         raise lost

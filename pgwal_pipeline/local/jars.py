@@ -114,8 +114,8 @@ def _fetch(packages: Sequence[str], settings_file: str | None) -> None:
             said, failed = f"it was not done after {_FETCH_SECONDS:g} s", True
         if failed or not any(jars.iterdir()):
             raise PgwalError(
-                f"The jars {', '.join(packages)} for Spark could not be fetched ({_reason(said)}); check the network to the Maven repository, "
-                f"or name another one in {REPOSITORY_VARIABLE}, or an Ivy settings file as {SETTINGS_CONF} in PGWAL_SPARK_CONF."
+                f"The jars {', '.join(packages)} for Spark could not be fetched ({_reason(said)}); check the network, "
+                f"name another Maven repository in {REPOSITORY_VARIABLE}, or an Ivy settings file as {SETTINGS_CONF} in PGWAL_SPARK_CONF."
             )
         with contextlib.suppress(OSError):  # another process was first
             jars.rename(target)
