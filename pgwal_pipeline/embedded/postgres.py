@@ -1,7 +1,7 @@
-"""A Postgres server of one's own, for the demo and the tests: made in a folder, started, stopped, killed and started again.
+"""Run a Postgres server for the demo and the tests: create its data folder, start, stop, kill and restart it.
 
-The server listens on 127.0.0.1 and on a Unix socket that only its user can enter. Over TCP the superuser has a password, made with the
-data. It ends with the process that started it, whatever ends that one; data lives on in its folder.
+The server listens on 127.0.0.1 and on a Unix socket that only its user can reach. Over TCP the superuser has a password, which is made with
+the data. The server ends with the process that started it, however that one ends; the data stays in its folder.
 """
 
 import atexit
@@ -36,7 +36,7 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
     "max_wal_senders": "20",
     "max_replication_slots": "20",
     "log_line_prefix": "%m [%p] %q%u@%d ",
-    # In the data folder, with which it goes: a server that is killed would leave it behind in the machine's memory.
+    # In the data folder, and removed with it: otherwise a killed server leaves it in the machine's memory.
     "dynamic_shared_memory_type": "mmap",
 }
 
@@ -48,7 +48,7 @@ _STOP_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class _Account:
-    """The user that the server runs as; `change` says that it is not ours."""
+    """The user that the server runs as; `change`: whether it is not this process's user."""
 
     uid: int
     gid: int
@@ -59,8 +59,9 @@ class _Account:
 class Postgres:
     """One server on one data folder.
 
-    `settings` are configuration parameters by name, over `DEFAULT_SETTINGS`; `port` is chosen at the first start when None, and then kept.
-    As root the server runs as the data's owner, or as `nobody` for new data, since Postgres refuses to be root.
+    `settings` are configuration parameters by name, which override `DEFAULT_SETTINGS`. If `port` is None, one is chosen at the first start
+    and kept. If this process is root, the server runs as the data's owner, or as `nobody` for new data, since Postgres refuses to run as
+    root.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Postgres:
         self.log_file = self._beside(".log")
         self._process: subprocess.Popen[Any] | None = None
         self._lock: IO[str] | None = None
-        # On the command line of every server for this folder, and of no other: tells it from a process that has its old id.
+        # On the command line of every server for this folder and of no other: tells it from another process with its old id.
         self._mark = f"pgwal-{hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:16]}"
         self._password = ""
 
@@ -103,19 +104,20 @@ class Postgres:
 
     @property
     def socket_dir(self) -> Path:
-        """The folder of the Unix socket, for `host=` of a connection: the data folder, which is closed to other users."""
+        """The folder of the Unix socket, for `host=` of a connection: the data folder, which other users cannot enter."""
         return self.data_dir
 
     def dsn(self, database: str = "postgres", user: str = "postgres", *, password: str | None = None) -> str:
-        """The URI of `database` over TCP. For the superuser it holds the password; for another user the one given, or none."""
+        """Return the URI of `database` over TCP, for the superuser with the server's password unless another is given."""
         secret = self._password if password is None and user == "postgres" else password
         login = quote(user, safe="") + (f":{quote(secret, safe='')}" if secret else "")
         return f"postgresql://{login}@127.0.0.1:{self.port}/{quote(database, safe='')}"
 
     def start(self) -> None:
-        """Make the data folder if it is not there, and start; returns when connections are taken.
+        """Create the data folder if it is missing, start the server, and return when it accepts connections.
 
-        Raises PgwalError: folder in use, not a data folder, of another major version; port taken; or the last lines of the server's log.
+        Raises PgwalError if the folder is in use, is not a data folder or is of another major version, if the port is taken, or with the
+        last lines of the server's log if it does not start.
         """
         if self.running:
             return
@@ -139,7 +141,7 @@ class Postgres:
             raise
 
     def stop(self) -> None:
-        """End all sessions, write everything out and stop. Nothing happens when the server is not running."""
+        """End all sessions, write everything to disk and stop. Does nothing if the server is not running."""
         process = self._process
         if process is not None and process.poll() is None:
             process.send_signal(signal.SIGINT)
@@ -151,7 +153,7 @@ class Postgres:
         self._gone()
 
     def kill(self) -> None:
-        """End the server and all its processes as a crash would: SIGKILL, nothing written out."""
+        """End the server and all its processes as a crash would: by SIGKILL, with nothing written to disk."""
         process = self._process
         if process is not None and process.poll() is None:
             children = _children(process.pid)
@@ -163,12 +165,12 @@ class Postgres:
         self._gone()
 
     def restart(self) -> None:
-        """Stop and start on the same port: connections break, slots and data stay."""
+        """Stop the server and start it on the same port: connections break, slots and data stay."""
         self.stop()
         self.start()
 
     def destroy(self) -> None:
-        """Kill the server and remove its data, log and lock for good."""
+        """Kill the server and remove its data, log and lock file."""
         self.kill()
         shutil.rmtree(self.data_dir, ignore_errors=True)
         for path in (self.log_file, self._beside(".lock")):
@@ -178,7 +180,7 @@ class Postgres:
         return self.data_dir.with_name(self.data_dir.name + suffix)
 
     def _take_lock(self) -> None:
-        """Hold the folder for this process: the lock dies with it, so that what it leaves behind is known to be nobody's."""
+        """Lock the folder for this process. The lock ends with the process, so whoever holds it knows that no other one uses the folder."""
         lock = self._beside(".lock").open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -204,14 +206,14 @@ class Postgres:
             self._check_data(programs)
             return
         if self.data_dir.exists() and any(self.data_dir.iterdir()):
-            raise PgwalError(f"{self.data_dir} is not empty and holds no Postgres data; choose another folder or empty it.")
-        # Made beside and renamed when whole: what a crash leaves half made is never taken for data.
+            raise PgwalError(f"{self.data_dir} is not empty and holds no Postgres data; empty it or choose another folder.")
+        # Made beside the folder and renamed when complete, so that a crash leaves no incomplete data.
         fresh = self._beside(".new")
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
         password = secrets.token_urlsafe(18)
         options = ["-U", "postgres", "-E", "UTF8", "--locale=C", "--auth-local=trust", "--auth-host=scram-sha-256", "--no-sync"]
-        # initdb takes the password from a file and wants an empty folder: the file is elsewhere, and goes again.
+        # initdb takes the password from a file and needs an empty folder, so the file is elsewhere; it is removed afterwards.
         with tempfile.TemporaryDirectory(prefix="pgwal-", dir=_open_temporary()) as place, _Folder(fresh, account) as folder:
             told = Path(place, "password")
             told.touch(mode=0o600)
@@ -246,7 +248,7 @@ class Postgres:
             )
 
     def _stop_leftover(self) -> None:
-        """Stop a server that outlived the process that started it. We hold the lock, so it is nobody's."""
+        """Stop a server that outlived the process that started it. This process has the lock, so no other one uses the server."""
         lines = self._pid_file()
         if not lines or not lines[0].isdigit() or not _was_started_with(pid := int(lines[0]), self._mark):
             return
@@ -267,7 +269,7 @@ class Postgres:
             shown = self._attempt(programs, account, port, deadline)
             if shown is None:
                 return
-            again = "still in use" in shown  # the processes of a killed server take a moment to go
+            again = "still in use" in shown  # the processes of a killed server take a moment to end
             if chosen_here and "Address already in use" in shown:
                 self.port, again = None, True
             if not again or time.monotonic() > deadline:
@@ -275,11 +277,11 @@ class Postgres:
             time.sleep(0.1)
 
     def _attempt(self, programs: Installation, account: _Account, port: int, deadline: float) -> str | None:
-        """Start the server once; None when it takes connections, else what it logged."""
+        """Start the server once; return None when it accepts connections, or its log if it ended."""
         settings = {
             "listen_addresses": "127.0.0.1",
             "port": str(port),
-            # Relative to the data folder, where the server works: a socket's whole path may have about 100 bytes only.
+            # Relative to the data folder, the server's working directory: a socket's path may have only about 100 bytes.
             "unix_socket_directories": ".",
             "unix_socket_permissions": "0700",
             **self.settings,
@@ -315,9 +317,9 @@ class Postgres:
 
 
 class _Folder:
-    """A folder as the server's account can name it.
+    """A path by which the server's account can reach a folder.
 
-    Under a home that only its owner can enter, the account cannot follow the folder's path; through a descriptor opened by us it can.
+    If the folder is under a home that only its owner can enter, the account cannot use its path, but can use a descriptor opened by us.
     """
 
     def __init__(self, folder: Path, account: _Account) -> None:
@@ -327,7 +329,7 @@ class _Folder:
             return
         if not Path("/proc/self/fd").is_dir():
             raise PgwalError(
-                f"{folder} is out of reach for user {account.name}, whom the Postgres server runs as; choose a folder open to all."
+                f"The Postgres server runs as user {account.name}, who cannot enter {folder}; choose a folder open to all users."
             )
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         self.path = f"/proc/self/fd/{descriptor}"
@@ -347,7 +349,7 @@ _running: set[Postgres] = set()
 
 @atexit.register
 def _stop_all() -> None:
-    if os.getpid() == _OWNER:  # not in a fork that ends
+    if os.getpid() == _OWNER:  # not at the end of a fork
         for server in list(_running):
             server.stop()
 
@@ -366,14 +368,14 @@ def _account(data_dir: Path) -> _Account:
 
 
 def _as(account: _Account) -> dict[str, Any]:
-    """The arguments of a subprocess that runs as `account`, in a place and with variables that do not depend on ours."""
+    """The arguments of a subprocess that runs as `account`, with a working directory and variables that do not depend on ours."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_")) and name not in {"LANG", "LANGUAGE"}}
     identity = {"user": account.uid, "group": account.gid, "extra_groups": []} if account.change else {}
     return {"cwd": "/", "env": {**kept, "LC_ALL": "C"}, **identity}
 
 
 def _children(pid: int) -> list[int]:
-    """The processes that `pid` started."""
+    """The ids of the processes that `pid` started."""
     try:
         return [child.pid for child in psutil.Process(pid).children()]
     except psutil.Error:
@@ -403,7 +405,7 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _last_lines(text: str, count: int = 3) -> str:
-    """The end of a log on one line, the lines that tell of the failure before any others."""
+    """The end of a log on one line: of the lines that tell of a failure, if there are any."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if any(mark in line for mark in ("FATAL:", "PANIC:", "error:", "HINT:", "DETAIL:"))]
     return " / ".join((telling or lines)[-count:]) or "it said nothing"

@@ -1,4 +1,4 @@
-"""A folder of this user's for what can be fetched or made again: jars, a Java home, a trust store."""
+"""Find the user's cache folder, for files that can be downloaded or made again: jars, a Java home, a trust store."""
 
 import contextlib
 import fcntl
@@ -12,7 +12,11 @@ from pgwal_pipeline.messages.errors import PgwalError
 
 
 def user_cache() -> Path:
-    """The folder, made if it is not there: `XDG_CACHE_HOME` or the system's usual place, else a private one among the temporary files."""
+    """Return the cache folder, created if needed.
+
+    It is under `XDG_CACHE_HOME` or the system's usual folder; if neither can be written, it is a private folder for temporary files.
+    Raises PgwalError if others may write to that one.
+    """
     for folder in _places():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -27,17 +31,17 @@ def user_cache() -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """Raise PgwalError unless `folder` is ours and only we may write to it: what is kept there is run later."""
+    """Raise PgwalError unless this user owns `folder` and no other may write to it: programs in it are run later."""
     status = folder.lstat()
     if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise PgwalError(
-            f"{folder} belongs to another user or others may write to it; remove it, so that programs can be kept there safely."
+            f"The folder {folder} belongs to another user or others may write to it, so programs are not safe there; remove it."
         )
 
 
 @contextlib.contextmanager
 def held(name: str) -> Iterator[None]:
-    """Hold the lock `name` of the cache: one process at a time makes a thing, the others wait and find it made."""
+    """Hold the lock `name` of the cache for the block: one process makes a file, the others wait and find it made."""
     with (user_cache() / f"{name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

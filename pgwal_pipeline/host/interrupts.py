@@ -1,18 +1,18 @@
-"""Interrupts that Python would lose."""
+"""Repeat interrupts that Python would lose."""
 
 import signal
 import sys
 import threading
 from collections.abc import Callable
 
-_SOON = 0.1  # seconds; by then Python is done with what it was finalizing
+_SOON = 0.1  # seconds; by then Python has finalized the object
 
 
 def on_lost(lost: Callable[[BaseException | None], int]) -> None:
-    """Have an interrupt that was raised while Python finalized an object come again, as the signal that `lost` makes of it.
+    """Send an interrupt again that was raised while Python finalized an object, as the signal that `lost` returns for the exception.
 
-    What is raised there ends there, an interrupt too: whoever was at work would never learn of it, and the signal is spent. `lost` is
-    called in the main thread. Anything else is told on stderr as always.
+    Python drops exceptions raised there, interrupts too: the code that ran would never see it, and the signal is used up. `lost` is called
+    in the main thread. Other exceptions are printed to stderr as usual.
     """
 
     def ignored(what: "sys.UnraisableHookArgs") -> None:

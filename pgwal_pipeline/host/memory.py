@@ -1,4 +1,4 @@
-"""Memory that has been freed goes back to the system."""
+"""Return freed memory to the system."""
 
 import ctypes
 from contextlib import suppress
@@ -7,9 +7,9 @@ import pyarrow as pa
 
 
 def give_back() -> None:
-    """Return freed memory to the system, as far as the allocators here can; takes milliseconds.
+    """Return freed memory to the system, as far as the allocators can; this takes milliseconds.
 
-    Without it what a process holds grows with how long several threads have been decoding: glibc keeps what each of them has freed.
+    Without it the process grows the longer several threads decode, because glibc keeps what each of them has freed.
     """
     pa.default_memory_pool().release_unused()
     with suppress(AttributeError):  # not glibc

@@ -1,4 +1,4 @@
-"""Processes that end with this one, and the small things around starting servers."""
+"""Start processes that end with this one, and find ports for servers."""
 
 import ctypes
 import random
@@ -15,16 +15,16 @@ from pgwal_pipeline.messages.errors import PgwalError
 
 _PR_SET_PDEATHSIG = 1
 
-# Below it are the ports that programs are known by.
+# Below it are the well-known ports of programs.
 _FIRST_PORT = 20_000
 
 
 def spawn(command: Sequence[str], log: IO[bytes], *, death_signal: signal.Signals, **options: Any) -> subprocess.Popen[Any]:
-    """Start `command` in a session of its own, its output going to `log`; it gets `death_signal` when this process is gone (Linux only).
+    """Start `command` in a session of its own, with its output in `log`. It gets `death_signal` when this process ends (Linux only).
 
-    `options` are Popen's. Raises PgwalError when the program cannot be run.
+    `options` are Popen's. Raises PgwalError if the program cannot be run.
     """
-    # Linux sends the signal when the starting *thread* ends, so a thread that lives as long as the process starts it.
+    # Linux sends the signal when the starting *thread* ends, so it is started by a thread that lives as long as the started process.
     started: list[subprocess.Popen[Any] | BaseException] = []
     ready = threading.Event()
 
@@ -58,21 +58,21 @@ def spawn(command: Sequence[str], log: IO[bytes], *, death_signal: signal.Signal
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now.
+    """Return a TCP port of 127.0.0.1 on which no program listens.
 
-    The system hands it to nobody by itself, so that it is still free when its server comes back from a restart.
+    It is outside the range that the system assigns by itself, so it is still free when its server restarts.
     """
     below = range(_FIRST_PORT, _first_handed_out())
     for port in random.SystemRandom().sample(below, k=min(100, len(below))):
         if port_free(port):
             return port
-    with socket.socket() as probe:  # a system that hands out nearly all
+    with socket.socket() as probe:  # on a system that assigns nearly all ports
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def port_free(port: int) -> bool:
-    """Whether a server could listen on `port` of 127.0.0.1 now."""
+    """Return whether a server could listen on `port` of 127.0.0.1 now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -83,18 +83,18 @@ def port_free(port: int) -> bool:
 
 
 def _first_handed_out() -> int:
-    """The first of the ports that the system gives to outgoing connections and to who asks for any."""
+    """The first port that the system assigns to outgoing connections and to programs that ask for any port."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        return 32_768  # the lowest that systems begin with by themselves
+        return 32_768  # the lowest default of common systems
 
 
 def _ask_for(death_signal: signal.Signals) -> Callable[[], None] | None:
-    """What the new process does first: ask for `death_signal` when its parent goes."""
+    """The function that the new process calls first: it asks for `death_signal` when the parent ends."""
     if not sys.platform.startswith("linux"):
         return None
-    # Looked up before the fork: nothing may be loaded between fork and exec.
+    # Looked up before the fork, because nothing may be loaded between fork and exec.
     prctl = ctypes.CDLL(None).prctl
     arguments = (ctypes.c_int(_PR_SET_PDEATHSIG), ctypes.c_ulong(death_signal), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
 

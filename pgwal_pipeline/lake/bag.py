@@ -1,6 +1,6 @@
-"""A table without a key is a bag of rows: what counts is how many copies of each row there are. Pure DataFrame logic.
+"""Fold the events of a table without a key, a bag of rows: only the number of copies of each row counts. Pure DataFrame logic.
 
-Events change the count of copies: `I` and `U` (the new row) add one, `D` and `K` (the whole old row of an update) take one.
+Events change the number of copies: `I` and `U` (the new row) add one, `D` and `K` (the whole old row of an update) remove one.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 ROW = "_pgwal_row"
-"""A struct that is equal for equal rows (all columns and their texts in `_pgwal_text`)."""
+"""The column with a struct that is equal for equal rows (all columns and their texts in `_pgwal_text`)."""
 TAKEN = "_pgwal_taken"
-"""Of the rows that `renewed` gives: whether this is an order to take all copies of the row, rather than a copy."""
+"""The column of `renewed` that is true for an order to delete all copies of the row, false for a copy to insert."""
 
 
 def row_identity(schema: StructType, shape: Shape, alias: str = "") -> str:
-    """The expression of `ROW` over a relation of that schema."""
+    """Return the expression of `ROW` over a relation of that schema."""
     return with_texts(schema, shape.columns, alias)
 
 
 def with_texts(schema: StructType, names: Sequence[str], alias: str = "") -> str:
-    """As `exact_row`, and with the texts of `names` too: those of other columns, as of one that the source dropped, do not count."""
+    """Return `exact_row` with the texts of `names` too. Texts of other columns, such as one that the source dropped, do not count."""
     if not names:
         return "named_struct('c0', 0)"
     texts = f"map_filter({quote(TEXT, alias)}, (k, v) -> k IN ({', '.join(map(literal, names))}))"
@@ -37,7 +37,7 @@ def with_texts(schema: StructType, names: Sequence[str], alias: str = "") -> str
 
 
 def counted(events: "DataFrame", shape: Shape) -> "DataFrame":
-    """Each row that gets more or fewer copies: columns, `_pgwal_text`, `_pgwal_commit_lsn`, ROW, and `_pgwal_change`, which is not 0."""
+    """Return each row that gains or loses copies: its columns, `_pgwal_text`, `_pgwal_commit_lsn`, ROW, and `_pgwal_change` (not 0)."""
     weight = f"sum(CASE WHEN {OP} IN ('I', 'U') THEN 1 ELSE -1 END) AS _pgwal_change"
     values = [*(f"first({quote(name)}) AS {quote(name)}" for name in (*shape.columns, TEXT)), f"max({COMMIT_LSN}) AS {COMMIT_LSN}"]
     rows = _with_identity(events, shape)
@@ -45,11 +45,11 @@ def counted(events: "DataFrame", shape: Shape) -> "DataFrame":
 
 
 def renewed(changes: "DataFrame", base: "DataFrame", shape: Shape) -> "DataFrame":
-    """What makes `base` into the bag after `changes`, as rows with ROW and TAKEN.
+    """Return the rows, with ROW and TAKEN, that bring the bag `base` up to date with `changes`.
 
-    First all copies of each row that lost some are to be taken (one order each), then every row that is no order is to be put in.
+    For each row that loses copies there is one order to delete all of its copies; every other row is a copy to insert after that.
 
-    Reading it fails with `missing_marker` if a row has fewer copies in `base` than are to go.
+    Reading the result fails with `missing_marker` if `base` has fewer copies of a row than are to be removed.
     """
     fewer = changes.where("_pgwal_change < 0").selectExpr(f"{ROW} AS _pgwal_wanted")
     found = _with_identity(base, shape).join(fewer, F.expr(f"{ROW} = _pgwal_wanted"), "left_semi")
@@ -71,7 +71,7 @@ def renewed(changes: "DataFrame", base: "DataFrame", shape: Shape) -> "DataFrame
 
 
 def applied(changes: "DataFrame", base: "DataFrame", shape: Shape) -> "DataFrame":
-    """The bag `base` after `changes`: the columns, `_pgwal_commit_lsn` and `_pgwal_text`."""
+    """Return the bag `base` after `changes`: the columns, `_pgwal_commit_lsn` and `_pgwal_text`."""
     output = [*map(quote, shape.columns), COMMIT_LSN, TEXT]
     fewer = changes.where("_pgwal_change < 0").selectExpr(f"{ROW} AS _pgwal_wanted")
     kept = _with_identity(base, shape).join(fewer, F.expr(f"{ROW} = _pgwal_wanted"), "left_anti")
@@ -83,5 +83,5 @@ def _with_identity(rows: "DataFrame", shape: Shape) -> "DataFrame":
 
 
 def missing_marker(table: TableName) -> str:
-    """What a failing query's message contains when a row that was deleted is not there."""
+    """Return what a failing query's message contains when a row to be deleted is missing."""
     return f"pgwal: a row that {table} lost is not there"

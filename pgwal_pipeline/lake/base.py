@@ -1,9 +1,11 @@
-"""A snapshot's rows brought up to date: an event counts unless its transaction was visible to the read of the row's chunk.
+"""Apply events on top of a snapshot's rows: an event counts unless its transaction was visible when the row's chunk was read.
 
-Where the snapshot has no row of a key, the events that all of its chunks saw came to none: they may be of another table, which had the name
-before. Of a key's events those that its chunk saw come first, since a row is changed by one
-transaction after the other: so the snapshot row is one more step, right behind the last event that it has seen, and the fold does the
-rest. Events before it still serve, as the only place of values that a row took along to another key.
+A chunk saw a key's events up to some point and none after it, because transactions change a row one after the other. So the snapshot row
+becomes one more step, right after the last event that it includes, and the fold does the rest. The events before it are still needed: they
+may be the only source of values that a row took to another key.
+
+If the snapshot has no row of a key, the events that all of its chunks saw left no row: they may belong to another table, which had the name
+before.
 """
 
 from dataclasses import dataclass
@@ -38,12 +40,12 @@ _CHUNK_SCHEMA = pa.schema(
 _DISTANCE = f"pmod({XID} - _pgwal_high, {1 << 32}L)"
 _FULL = f"(_pgwal_high + CASE WHEN {_DISTANCE} >= {1 << 31}L THEN {_DISTANCE} - {1 << 32}L ELSE {_DISTANCE} END)"
 _VISIBLE = f"({_FULL} < _pgwal_low OR {_FULL} < _pgwal_high AND NOT array_contains(_pgwal_running, {_FULL}))"
-"""Whether the transaction of an event, of which 32 bits are known, is visible in the snapshot beside it; null without one."""
+"""Whether the transaction of an event (32-bit xid) is visible in the snapshot joined to it; null where no snapshot is joined."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A snapshot: what each chunk saw, and the LSN that its rows get. DataFrames are made in `spark`."""
+    """A table's snapshot: what each chunk saw, and the LSN that its rows get. `spark` is the session for its DataFrames."""
 
     spark: "SparkSession"
     chunks: tuple[ChunkSnapshot, ...]
@@ -51,7 +53,7 @@ class Source:
 
     @cached_property
     def chunk_table(self) -> "DataFrame":
-        """The chunks, numbered, as a small DataFrame."""
+        """The chunks as a small DataFrame, numbered from 0."""
         snapshots = [chunk.snapshot for chunk in self.chunks]
         columns = [
             range(len(self.chunks)),
@@ -61,12 +63,12 @@ class Source:
             [sorted(snapshot.running) for snapshot in snapshots],
         ]
         arrays = [pa.array(column, kind) for column, kind in zip(columns, _CHUNK_SCHEMA.types, strict=True)]
-        # As Arrow: of Python rows Spark would make an RDD that needs Python on the executors.
+        # Arrow, because Spark would turn Python rows into an RDD that needs Python on the executors.
         return self.spark.createDataFrame(pa.table(arrays, _CHUNK_SCHEMA))
 
 
 def column_types(shape: Shape, snapshot: "DataFrame | None", raw: "DataFrame | None") -> StructType:
-    """The type of each column: the snapshot's, or raw's for one that the snapshot lacks. Raises TableError for one that neither has."""
+    """Return the type of each column: the snapshot's, or raw's if the snapshot lacks it. Raises TableError if both lack a column."""
     found = []
     for name in shape.columns:
         holder = next((frame.schema for frame in (snapshot, raw) if frame is not None and name in frame.columns), None)
@@ -80,10 +82,10 @@ def column_types(shape: Shape, snapshot: "DataFrame | None", raw: "DataFrame | N
 
 
 def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, types: StructType, truncate: Truncate | None) -> "DataFrame":
-    """The rows that the chunks of `source` read and `truncate` left, with the chunk's number and `_pgwal_commit_lsn`.
+    """Return the rows that the chunks of `source` read, with the chunk's number and `_pgwal_commit_lsn`.
 
-    A TRUNCATE took the rows of the chunks that did not see it. What attempts that died left behind is not among the rows, nor is the row of
-    a key that was read again by itself.
+    Left out are rows that `truncate` removed (those of chunks that did not see it), rows of attempts that died, and the earlier row of a
+    key that was read again by itself.
     """
     if snapshot is None:
         own = {COMMIT_LSN: LongType(), TEXT: MapType(StringType(), StringType()), _NUMBER: IntegerType()}
@@ -104,16 +106,16 @@ def snapshot_rows(source: Source, snapshot: "DataFrame | None", shape: Shape, ty
 
 
 def rows_as_read(source: Source, snapshot: "DataFrame | None", shape: Shape, types: StructType) -> "DataFrame":
-    """The table's rows where no event stands beside the snapshot."""
+    """Return the table's rows for a snapshot without any events to apply."""
     return snapshot_rows(source, snapshot, shape, types, None).selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT)
 
 
 def rows_of_keys(
     source: Source, rows: "DataFrame", steps: "DataFrame", shape: Shape, traits: Traits
 ) -> "tuple[DataFrame, DataFrame | None]":
-    """The table's rows as of the end of the steps, on top of the snapshot's `rows`; and the changes that lack values, None where none can.
+    """Return the snapshot's `rows` with the steps applied, and the changes that lack a value (None if no change can lack one).
 
-    Reading the rows fails with `fold.unsent_marker` if any value is nowhere.
+    Reading the rows fails with `fold.unsent_marker` if any change lacks a value.
     """
     touched = fold.matching(rows, steps, shape.key)
     placed = _placed(source, touched, steps, shape)
@@ -125,9 +127,10 @@ def rows_of_keys(
 
 
 def rows_of_bag(source: Source, rows: "DataFrame", steps: "DataFrame", shape: Shape) -> "DataFrame":
-    """The rows of a table without a key as of the end of the steps, some of which the one snapshot of all its chunks has seen.
+    """Return the snapshot's `rows` of a table without a key, with the steps applied that the snapshot does not include.
 
-    Reading the rows fails with `bag.missing_marker` if a row that was deleted is not there.
+    Reading the rows fails with `bag.missing_marker` if a row to be deleted is missing. Raises ValueError if the chunks were read under
+    different snapshots.
     """
     if len({chunk.snapshot_text for chunk in source.chunks}) > 1:
         raise ValueError(f"{shape.table} has no key and was not read under one snapshot")
@@ -139,7 +142,7 @@ def rows_of_bag(source: Source, rows: "DataFrame", steps: "DataFrame", shape: Sh
 
 
 def _placed(source: Source, touched: "DataFrame", steps: "DataFrame", shape: Shape) -> "DataFrame":
-    """Events and snapshot rows as the steps of their keys."""
+    """The events and the snapshot rows as steps; each row right after the last event that its chunk saw."""
     both = steps.selectExpr("*", f"CAST(NULL AS int) AS {_NUMBER}").unionByName(fold.whole_rows(touched, shape, _NUMBER))
     of_key = f"OVER (PARTITION BY {', '.join(key_parts(both.schema, shape.key))})"
     known = F.broadcast(source.chunk_table.drop(CHUNK).withColumnRenamed(_NUMBER, "_pgwal_seen_by"))
@@ -154,9 +157,9 @@ def _placed(source: Source, touched: "DataFrame", steps: "DataFrame", shape: Sha
 
 
 def _absences(source: Source, touched: "DataFrame", steps: "DataFrame", shape: Shape) -> "DataFrame":
-    """That there is no row of a key behind the last of its events which all chunks saw, for keys without a snapshot row, as steps.
+    """For each key without a snapshot row a step `A`, right after the last of its events that all chunks saw.
 
-    What the first of the snapshots saw the others have seen as well.
+    All chunks saw what the earliest of the snapshots sees.
     """
     numbers = range(len(source.chunks))
     snapshots = [chunk.snapshot for chunk in source.chunks]

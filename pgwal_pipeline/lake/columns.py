@@ -1,6 +1,6 @@
-"""What makes two values or two keys the same, as Spark SQL says it.
+"""Build Spark SQL expressions that quote columns and compare values, keys and rows.
 
-Expressions are SQL text rather than Column objects, since a MERGE statement takes nothing else.
+They are SQL text, not Column objects, because a MERGE statement takes only text.
 """
 
 from collections.abc import Sequence
@@ -24,35 +24,39 @@ from pgwal_pipeline.values.own_columns import TEXT
 
 
 def quote(name: str, alias: str = "") -> str:
-    """The column `name` (of the relation `alias`) as it stands in Spark SQL, whatever is in its name."""
+    """Return the column `name` (of the relation `alias`) quoted for Spark SQL."""
     quoted = "`" + name.replace("`", "``") + "`"
     return f"{alias}.{quoted}" if alias else quoted
 
 
 def literal(text: str) -> str:
-    """`text` as a string literal of Spark SQL."""
+    """Return `text` as a string literal of Spark SQL."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def null_of(kind: DataType) -> str:
-    """A null of that type, by the type's name: of the type itself Spark Connect makes one with a collation, which other readers refuse."""
+    """Return a null of that type.
+
+    It names the type in SQL: from the type object, Spark Connect makes a string type with a collation, which other readers refuse.
+    """
     return f"CAST(NULL AS {kind.simpleString()})"
 
 
 def has_misfits(kind: DataType) -> bool:
-    """Whether Postgres has values of such a column that it cannot hold: they are null there and stand in `_pgwal_text`."""
+    """Return whether Postgres has values that a column of this type cannot hold. These are null there, with their text in `_pgwal_text`."""
     return isinstance(kind, DateType | TimestampType | TimestampNTZType | DecimalType | ArrayType)
 
 
 def key_parts(schema: StructType, key: Sequence[str], alias: str = "") -> list[str]:
-    """Expressions that are equal, nulls too, for rows of one key: each key column's value, and its text where the column may not hold it.
+    """Return expressions that are equal (nulls too) for rows with the same key.
 
-    Spark groups and joins -0.0 with 0.0 and NaN with NaN, as Postgres's unique indexes do.
+    They are each key column's value and, if the column cannot hold every value, its text. Spark groups and joins -0.0 with 0.0 and NaN with
+    NaN, as Postgres's unique indexes do.
     """
     parts = []
     for name in key:
         if isinstance(schema[name].dataType, StringType):
-            # Of text that is not UTF-8 the bytes are known, written as no text is: none has a NUL in it.
+            # Text that is not UTF-8 is null, with its bytes in `_pgwal_text`. The NUL tells them from real text, which has none.
             parts.append(f"coalesce({quote(name, alias)}, concat('\\0', {text_of(name, alias)}))")
             continue
         parts.append(quote(name, alias))
@@ -62,12 +66,12 @@ def key_parts(schema: StructType, key: Sequence[str], alias: str = "") -> list[s
 
 
 def text_of(name: str, alias: str = "") -> str:
-    """The entry of `_pgwal_text` for the column `name`; null where there is none."""
+    """Return the expression of the entry for the column `name` in `_pgwal_text`, null if there is none."""
     return f"{quote(TEXT, alias)}[{literal(name)}]"
 
 
 def source_text(schema: StructType, name: str) -> str | None:
-    """An expression of the text from which Postgres reads a value of the column `name` (under TimeZone UTC); None for a list."""
+    """Return an expression of a value of the column `name` as text that Postgres can read (with TimeZone UTC); None for nested types."""
     kind, value = schema[name].dataType, quote(name)
     if isinstance(kind, ArrayType | MapType | StructType):
         return None
@@ -80,7 +84,7 @@ def source_text(schema: StructType, name: str) -> str | None:
 
 
 def exact(schema: StructType, name: str, alias: str = "") -> str:
-    """An expression that is equal for two values only if they are the same: -0.0 is not 0.0 here, and maps can be compared."""
+    """Return an expression that is equal only for identical values: -0.0 differs from 0.0, and maps can be compared."""
     kind = schema[name].dataType
     value = quote(name, alias)
     if isinstance(kind, MapType):
@@ -92,11 +96,11 @@ def exact(schema: StructType, name: str, alias: str = "") -> str:
 
 
 def exact_row(schema: StructType, names: Sequence[str], alias: str = "") -> str:
-    """A struct of `exact` values: equal, by plain `=` and with nulls in it too, for rows that are the same in every column of `names`."""
+    """Return a struct of `exact` values: equal by plain `=`, nulls included, for rows that are identical in every column of `names`."""
     fields = (f"'c{number}', {exact(schema, name, alias)}" for number, name in enumerate(names))
     return f"named_struct({', '.join(fields)})"
 
 
 def same_types(one: DataType, other: DataType) -> bool:
-    """Whether two columns hold the same values, whatever their nullability."""
+    """Return whether two types are the same apart from nullability."""
     return one.simpleString() == other.simpleString()

@@ -1,6 +1,6 @@
-"""Whether two tables hold the same rows, value by value.
+"""Compare the rows of two tables, value by value.
 
-NaN equals NaN, -0.0 does not equal 0.0, the compared columns' texts in `_pgwal_text` count. Nothing but the counts leaves the executors.
+NaN equals NaN, -0.0 does not equal 0.0, and the texts in `_pgwal_text` of the compared columns count. Only counts leave the executors.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How many rows are expected; how many of them are missing, how many there are besides, and how many have the key but other values.
+    """The result of a comparison, in rows: expected, missing, extra, and `different` (same key, other values).
 
-    Without a key nothing is `different`: such a row is missing and another one extra.
+    Without a key `different` is 0: such a row counts as one missing and one extra.
     """
 
     rows: int
@@ -53,11 +53,11 @@ def compare(
     key: Sequence[str],
     columns: Sequence[str] | None = None,
 ) -> Comparison:
-    """Compare `actual` with `expected`, the paths of two Delta tables, by `key`, or as bags of rows where it is empty.
+    """Compare `actual` with `expected`, the paths of two Delta tables, by `key`, or as bags of rows if it is empty.
 
-    `version` is that of `actual`, the newest one by default. `columns` are compared, all of the expected ones unless given, and their
-    texts in `_pgwal_text` where both have it. Raises LakeError for a column that `actual` lacks or has with another type, or when Spark
-    fails.
+    `version` is that of `actual`, by default the newest. `columns` are the columns to compare, by default all of the expected ones; their
+    texts in `_pgwal_text` are compared if both tables have it. Raises LakeError for a column that `actual` lacks or has with another type,
+    or if Spark fails.
     """
     with isolated(spark, conf_for(written_rows(expected) + written_rows(actual))) as session:
         ours = _read(session, expected, None)
@@ -80,13 +80,13 @@ def compare(
 
 
 def write(path: str, rows: pa.Table) -> None:
-    """Write rows to the Delta table at `path`, made if need be. Raises LakeError where the lake cannot be written."""
+    """Append rows to the Delta table at `path`, which is created if needed. Raises LakeError if the lake cannot be written."""
     with lake_errors(path):
         write_deltalake(path, rows, mode="append", storage_options=storage_options(path))
 
 
 def remove(path: str) -> None:
-    """Remove the Delta table at `path` with its files, if there is one."""
+    """Remove the Delta table at `path` with its files, if there is one. Raises LakeError if the lake cannot be written."""
     with lake_errors(path):
         found = filesystem(path)
         if found.get_file_info("").type == pafs.FileType.Directory:

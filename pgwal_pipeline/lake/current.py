@@ -1,8 +1,7 @@
-"""`current`: each table as it is at a publish. Events are merged into it, or it is replaced by a snapshot and the events beside it.
+"""Write `current`: each table as of a publish. Events are merged into it, or it is replaced by a snapshot and the events on top of it.
 
-Every commit carries the LSN that it brings the table to (Delta's `txnAppId` and `txnVersion`), so that the same work done twice changes
-nothing the second time. The work is described by DataFrames and SQL alone: it runs on a Spark Connect server as well, and rows stay on
-the executors.
+Every commit carries the LSN that it brings the table to (Delta's `txnAppId` and `txnVersion`), so the same work done again changes nothing.
+All work is DataFrames and SQL: it runs on a Spark Connect server too, and rows stay on the executors.
 """
 
 import json
@@ -59,23 +58,23 @@ __all__ = [
 ]
 
 _SPAN_ROWS = 2_000_000
-"""From this size of a target on, looking for the changes' smallest and largest key costs less than reading all of the target's keys."""
+"""In rows of the target. From here on, finding the changes' smallest and largest key costs less than reading all keys of the target."""
 _VIEW = "pgwal_changes"
 _MERGE_CONF = {
-    # Delta reads the source of a MERGE three times: folded anew each time otherwise.
+    # Delta reads the source of a MERGE three times, and would fold it each time.
     "spark.databricks.delta.merge.materializeSource": "all",
 }
 _HISTORY_HOURS = 30 * 24
-"""For how long versions of a table can be read at least, as long as their files are there: as long as Delta keeps its log anyway."""
+"""How long versions of a table stay readable at least, if their files still exist: as long as Delta keeps its log by default."""
 _MAPPED = frozenset(" ,;{}()\n\t=")
 
 
 @dataclass(frozen=True, slots=True)
 class MergeRequest:
-    """Events of raw to be merged into a `current` table that stands at `from_lsn`: those with `from_lsn <= commit LSN < to_lsn`.
+    """Events of raw with `from_lsn <= commit LSN < to_lsn`, to be merged into a `current` table that stands at `from_lsn`.
 
-    `key` is empty for a bag of rows; `columns` are the source's, in its order, and `schema_json` is their Delta schema, without which their
-    types are those of the tables. `rows` is how many events the ledger counts, 0 where nobody says.
+    `key` is empty for a bag of rows. `columns` are the source's, in its order. `schema_json` is their Delta schema; without it they have
+    the types of the tables in the lake. `rows` is how many events the ledger counts, 0 if unknown.
     """
 
     table: TableName
@@ -91,18 +90,18 @@ class MergeRequest:
 
     @property
     def shape(self) -> Shape:
-        """What is folded."""
+        """The table that is folded."""
         return Shape(self.table, self.key, self.columns)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaceRequest:
-    """A `current` table to be made of the snapshot `generation` and of the events with `from_lsn <= commit LSN < to_lsn` on top of it.
+    """A `current` table to be built from the snapshot `generation` and the events with `from_lsn <= commit LSN < to_lsn` on top of it.
 
-    Of the rows at `snapshot_path` those of `chunks` count; `snapshot_lsn` becomes their `_pgwal_commit_lsn`. A bag of rows has been read
-    under one snapshot. There may be no raw table yet, and no snapshot table where a chunk held no row. `keep` are columns of the present
-    `current` that the source has dropped: they stay, null in every row. `rows` is how many rows and events the ledger counts, 0 where
-    nobody says.
+    Only the rows of `chunks` count at `snapshot_path`; `snapshot_lsn` becomes their `_pgwal_commit_lsn`. A bag of rows has been read under
+    one snapshot. The raw table may not exist yet, and the snapshot table does not exist if no chunk held a row. `keep` are columns of the
+    present `current` that the source has dropped: they stay, null in every row. `rows` is how many rows and events the ledger counts, 0 if
+    unknown.
     """
 
     table: TableName
@@ -123,7 +122,7 @@ class ReplaceRequest:
 
     @property
     def shape(self) -> Shape:
-        """What is folded."""
+        """The table that is folded."""
         return Shape(self.table, self.key, self.columns)
 
 
@@ -131,7 +130,7 @@ class ReplaceRequest:
 class MergeResult:
     """The Delta version of `current` that holds the work, and how many rows were inserted, updated and deleted for it.
 
-    After a TRUNCATE and for a replacement these are the rows that were written; there are none where the work had been done before.
+    After a TRUNCATE and for a replacement these are the rows that were written; 0 if the work had been done before.
     """
 
     version: int
@@ -139,10 +138,10 @@ class MergeResult:
 
 
 def merge(spark: "SparkSession", request: MergeRequest) -> MergeResult:
-    """Merge the events of `request`, in one commit; nothing happens if the table stands at `to_lsn` or past it.
+    """Merge the events of `request`, in one commit; change nothing if the table stands at `to_lsn` or past it.
 
-    Several tables may be merged from several threads. Raises Unresolved where a value that was not sent stands nowhere, TableError where
-    the table cannot be followed, LakeError where it does not stand at `from_lsn` or Spark fails.
+    Several threads may merge several tables. Raises Unresolved if a value was not sent and the lake does not have it, TableError if the
+    table cannot be followed, LakeError if it does not stand at `from_lsn` or Spark fails.
     """
     mark = watermark(request.current_path)
     if mark is not None and mark >= request.to_lsn:
@@ -163,16 +162,16 @@ def merge(spark: "SparkSession", request: MergeRequest) -> MergeResult:
 
 
 def replace(spark: "SparkSession", request: ReplaceRequest) -> MergeResult:
-    """Make `current` anew of a snapshot and the events beside it, in one commit; nothing happens if that very work has been done.
+    """Replace `current` by a snapshot and the events on top of it, in one commit; change nothing if that has been done already.
 
-    Raises Unresolved where a value that was not sent stands nowhere, TableError where the table cannot be followed, LakeError where it
+    Raises Unresolved if a value was not sent and the lake does not have it, TableError if the table cannot be followed, LakeError if it
     stands past `to_lsn` or Spark fails.
     """
     mark = watermark(request.current_path)
     if mark is not None and mark > request.to_lsn:
         raise LakeError(
-            f"{request.table}: its current table stands at {format_lsn(mark)}, past {format_lsn(request.to_lsn)}, where the snapshot is to "
-            f"be published; remove {request.current_path} if it is another source's."
+            f"{request.table}: its current table stands at {format_lsn(mark)}, past {format_lsn(request.to_lsn)}, the LSN of this publish; "
+            f"remove {request.current_path} if it belongs to another source."
         )
     if mark == request.to_lsn and generation(request.current_path) == request.generation:
         return MergeResult(version(request.current_path), 0)
@@ -184,26 +183,26 @@ def replace(spark: "SparkSession", request: ReplaceRequest) -> MergeResult:
 
 
 def optimize(spark: "SparkSession", path: str) -> int:
-    """Write small files together, and files with many deleted rows anew; returns the version then. Not beside a merge of the table."""
+    """Join small files, rewrite files with many deleted rows, and return the version then. Must not run during a merge of the table."""
     with isolated(spark, conf_for(written_rows(path))) as session, failures(path):
         session.sql(f"OPTIMIZE {statements.table_at(path)}").collect()
     return version(path)
 
 
 def vacuum(spark: "SparkSession", path: str, retention_hours: float) -> None:
-    """Delete the files that no version of the last `retention_hours` needs; older versions cannot be read afterwards."""
+    """Delete the files that no version of the last `retention_hours` needs. Older versions cannot be read afterwards."""
     with isolated(spark, conf_for(written_rows(path))) as session, failures(path):
         _keep_readable(session, path, max(math.ceil(retention_hours), _HISTORY_HOURS))
         session.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
-        # Otherwise the table's property counts, whatever RETAIN says.
+        # With true, Delta ignores RETAIN and takes the table's property.
         session.conf.set("spark.databricks.delta.vacuum.retentionWindowIgnore.enabled", "false")
-        # Listing starts as many tasks, ten thousand by default.
+        # The listing starts this many tasks; the default is ten thousand.
         session.conf.set("spark.sql.sources.parallelPartitionDiscovery.parallelism", "8")
         session.sql(f"VACUUM {statements.table_at(path)} RETAIN {retention_hours} HOURS").collect()
 
 
 def _keep_readable(session: "SparkSession", path: str, hours: int) -> None:
-    """Let versions of the last `hours` be read: Spark refuses those committed before the table's property, be their files there or not."""
+    """Keep versions of the last `hours` readable: Spark refuses versions older than the table's property, even if their files exist."""
     table = open_current(path)
     found = {} if table is None else table.metadata().configuration
     if any(found.get(name) != value for name, value in _readable(hours).items()):
@@ -274,10 +273,10 @@ def _run(
     statement: str,
     lacking: "Callable[[], DataFrame | None]",
 ) -> MergeResult:
-    """Run a MERGE whose source is the view of `source`."""
+    """Run the MERGE `statement`, which reads `source` by the view `_VIEW`."""
     with table_failures(shape, lacking):
         source.createOrReplaceTempView(_VIEW)
-        # A MERGE takes them from nowhere but its session.
+        # A MERGE takes these options only from its session.
         for name, value in _fence(request.to_lsn).items():
             session.conf.set(f"spark.databricks.delta.write.{name}", value)
         failpoints.hit("publish.in_merge")
@@ -287,7 +286,7 @@ def _run(
 
 
 def _overwrite(request: MergeRequest, shape: Shape, steps: "DataFrame", target: "DataFrame") -> MergeResult:
-    """After a TRUNCATE the table is what its events since then come to."""
+    """Replace the table after a TRUNCATE: it has only the rows of the events since then."""
     if shape.key:
         rows, lacking = fold.rows_alone(fold.net(steps, shape, request.traits), shape)
     else:
@@ -329,7 +328,7 @@ def _replace(
 def _with_events(
     source: base.Source, snapshot: "DataFrame | None", raw: "DataFrame", types: StructType, request: ReplaceRequest
 ) -> "tuple[DataFrame, DataFrame | None]":
-    """The rows of `snapshot` with the events of `raw` beside it, and the changes that lack values, None where none can."""
+    """The rows of `snapshot` with the events of `raw` applied, and the changes that lack a value (None if no change can lack one)."""
     shape, short = request.shape, few(request.rows)
     events = fold.between(raw, request.from_lsn, request.to_lsn)
     if short:
@@ -345,7 +344,7 @@ def _with_events(
 
 
 def _with_dropped(rows: "DataFrame", shape: Shape, present: "DataFrame | None", names: Collection[str]) -> "DataFrame":
-    """`rows` with the columns `names` of the `present` table, null, behind the source's own."""
+    """`rows` with the columns `names` of the `present` table added, all null, after the source's own."""
     if present is None:
         return rows
     taken = {name.lower() for name in shape.columns}
@@ -359,16 +358,17 @@ def _read(session: "SparkSession", path: str) -> "DataFrame | None":
 
 
 def _reached(request: MergeRequest | ReplaceRequest) -> int:
-    """The version that the work just committed made: a publish that went on meanwhile must not be taken for it.
+    """The version that holds the work just committed. Raises LakeError if another publish has changed the table meanwhile.
 
-    On an object store Spark looks whether a commit is there and then writes it: of two publishes in step the slower one's stays alone.
+    On an object store Spark checks whether a commit exists and then writes it: if two publishes do so at once, the slower one overwrites
+    the other's commit.
     """
     table = open_current(request.current_path)
     mark = None if table is None else table.transaction_version(FENCE)
     if table is None or mark != request.to_lsn:
         lost = LakeError(
             f"{request.table}: another publish changed its current table at the same time, which stands at "
-            f"{'nothing' if mark is None else format_lsn(mark)} instead of {format_lsn(request.to_lsn)}; try again."
+            f"{'no LSN' if mark is None else format_lsn(mark)} instead of {format_lsn(request.to_lsn)}; try again."
         )
         lost.transient = True
         raise lost
@@ -380,7 +380,7 @@ def _fence(lsn: int) -> dict[str, str]:
 
 
 def _known_columns(shape: Shape, types: StructType, target: StructType) -> Shape:
-    """The columns whose type is known: one that has been added to the source without a row behind it yet is in neither table."""
+    """`shape` with only the columns whose type is known. A column just added to the source, without a row since, is in no table yet."""
     return altered(shape, columns=tuple(name for name in shape.columns if name in types.names or name in target.names))
 
 
@@ -395,7 +395,7 @@ def _check_types(shape: Shape, types: StructType, target: StructType) -> None:
 
 
 def _widen(session: "SparkSession", path: str, shape: Shape, wanted: StructType, target: StructType) -> bool:
-    """Add the source's new columns to the target, null in its rows; returns whether there were any."""
+    """Add the source's new columns to the target, null in its rows; return whether there were any."""
     types = {name: wanted[name].dataType.simpleString() for name in shape.columns if name not in target.names}
     if not types:
         return False
@@ -409,7 +409,7 @@ def _widen(session: "SparkSession", path: str, shape: Shape, wanted: StructType,
 
 
 def _features(types: Mapping[str, str]) -> dict[str, str]:
-    """The table properties that columns of these types (name to Delta type) need: Delta adds no feature to a table by itself."""
+    """The table properties that these columns (name to Delta type) need: Delta does not enable a table feature by itself."""
     properties = {}
     if any("timestamp_ntz" in kind for kind in types.values()):
         properties["delta.feature.timestampNtz"] = "supported"
@@ -419,14 +419,17 @@ def _features(types: Mapping[str, str]) -> dict[str, str]:
 
 
 def _as_target(rows: "DataFrame", target: StructType) -> "DataFrame":
-    """`rows` with the target's columns; those that the source has dropped are null."""
+    """`rows` with the columns of the target; those that the source has dropped are null."""
     has = rows.columns
     values = {field.name: quote(field.name) if field.name in has else null_of(field.dataType) for field in target.fields}
     return rows.selectExpr(*(f"{value} AS {quote(name)}" for name, value in values.items()))
 
 
 def _span(steps: "DataFrame", path: str, shape: Shape) -> tuple[int, int] | None:
-    """The smallest and largest first column of the changed keys, where a large target may be spared a look at most of its files."""
+    """The smallest and largest value of the key's first column in `steps`, so that a MERGE skips most files of a large target.
+
+    None if the target is small or the column is no integer.
+    """
     name = shape.key[0]
     if not isinstance(steps.schema[name].dataType, ShortType | IntegerType | LongType) or written_rows(path) < _SPAN_ROWS:
         return None

@@ -1,6 +1,6 @@
-"""What stands where a table's Delta tables should: judged before the table is read again, and set aside where it cannot be used.
+"""Check a table's Delta tables before the table is read again, and set aside those that cannot be used.
 
-Nothing is deleted: it goes to `<lake>/_pgwal/damaged/<layer>/<schema>/<table>/<UTC time>`, for whoever wants to look at it.
+Those are not deleted but moved to `<lake>/_pgwal/damaged/<layer>/<schema>/<table>/<UTC time>`, where a person can examine them.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -25,28 +25,28 @@ _OURS: Mapping[Layer, Callable[[DeltaTable], bool]] = {
 
 
 def raw_is_whole(lake: Lake, location: TableName) -> bool:
-    """Whether the raw table at a location, if there is one, can be read, and has all the files that its log names."""
+    """Return whether the raw table at that location, if there is one, can be read and has all the files that its log names."""
     path = lake.layer_path("raw", location)
     return _usable(lake, "raw", path) and not _wrong_files(lake, path)
 
 
 def heal(lake: Lake, location: TableName) -> dict[Layer, str]:
-    """Make sure that a table can be read again: set aside what cannot be used of raw, snapshot and `current`; where it went, by layer.
+    """Set aside those of a table's Delta tables that cannot be used, so that the table can be read again; return where they went, by layer.
 
-    A raw or snapshot table that only lacks files goes on without them. Raises LakeError where the lake cannot be written.
+    A raw or snapshot table that only lacks files goes on without them. Raises LakeError if the lake cannot be written.
     """
     moved: dict[Layer, str] = {}
     for layer in _OURS:
         path = lake.layer_path(layer, location)
         if not _usable(lake, layer, path):
             moved[layer] = _set_aside(lake, path)
-        elif layer != "current":  # which is replaced as a whole
+        elif layer != "current":  # `current` is replaced as a whole
             _forget(lake, path, _wrong_files(lake, path))
     return moved
 
 
 def _usable(lake: Lake, layer: Layer, path: str) -> bool:
-    """Whether the Delta table at `path` can be gone on with, or there is nothing in the way of a new one."""
+    """Whether the Delta table at `path` can be used, or nothing prevents the creation of a new one."""
     uri = lake.absolute(path)
     with lake_errors(uri):
         kind = filesystem(lake.uri).get_file_info(path).type
@@ -56,7 +56,7 @@ def _usable(lake: Lake, layer: Layer, path: str) -> bool:
             return False
     try:
         table = open_table(lake, uri)
-        if table is None:  # a folder without a log: nothing of it can be read as a table
+        if table is None:  # a folder without a log: only an empty one can become a table
             return not filesystem(lake.uri).get_file_info(pafs.FileSelector(path, allow_not_found=True))
         return _OURS[layer](table)
     except LakeError as error:
@@ -66,7 +66,7 @@ def _usable(lake: Lake, layer: Layer, path: str) -> bool:
 
 
 def _wrong_files(lake: Lake, path: str) -> list[pafs.FileInfo]:
-    """The files of a table that are gone, or are not of the size that its log says."""
+    """The files of a table that are gone, or whose size differs from the log's."""
     uri = lake.absolute(path)
     with lake_errors(uri):
         table = open_table(lake, uri)
@@ -79,7 +79,7 @@ def _wrong_files(lake: Lake, path: str) -> list[pafs.FileInfo]:
 
 
 def _forget(lake: Lake, path: str, files: Collection[pafs.FileInfo]) -> None:
-    """Take files that are gone or wrong out of a table, so that the rest of it can be read."""
+    """Remove files that are gone or wrong from a table, so that the rest of it can be read."""
     uri = lake.absolute(path)
     with lake_errors(uri):
         for info in files:
@@ -90,7 +90,7 @@ def _forget(lake: Lake, path: str, files: Collection[pafs.FileInfo]) -> None:
 
 
 def _set_aside(lake: Lake, path: str) -> str:
-    """Move what stands at `path` away; where it is then."""
+    """Move what is at `path` to `_pgwal/damaged`; return where it is then."""
     target = f"_pgwal/damaged/{path}/{datetime.now(UTC):%Y%m%dT%H%M%S%f}"
     store = filesystem(lake.uri)
     with lake_errors(lake.absolute(path)):

@@ -1,4 +1,4 @@
-"""What all Delta tables have in common that Spark does not write: opening, making, widening and committing, and what can go wrong."""
+"""Open, create, widen and commit to Delta tables without Spark, and turn the errors of Delta and the storage into LakeError."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _STORE_SAYS = re.compile(r"<Code>([^<]*)</Code>\s*<Message>([^<]*)</Message>")
-# What Arrow, delta-rs and the store itself say when they gave up trying again what may succeed later.
+# The messages of Arrow, delta-rs and the store when they gave up retrying something that may succeed later.
 _PASSING = re.compile(
     r"error sending request|operation timed out|Connection (refused|reset)|connection closed|InternalError|SlowDown|ServiceUnavailable"
     r"|AWS Error (INTERNAL_FAILURE|SLOW_DOWN|SERVICE_UNAVAILABLE|NETWORK_CONNECTION|REQUEST_TIMEOUT|THROTTLING)|status code 50[0234]"
@@ -33,14 +33,14 @@ _DAMAGED = re.compile(
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
-_COMMIT_TRIES = 3  # of a commit that the store gives no answer to; delta-rs waits half a minute for one, and does not ask again
+_COMMIT_TRIES = 3  # for a commit that the store does not answer; delta-rs waits half a minute for an answer and does not retry
 
 ATTEMPTS = 60
-"""How often a change that another writer was faster than is tried anew."""
+"""How often a change is tried when other writers are faster."""
 
 
 class Clash(Exception):
-    """A column of a Delta table that rows with another type are to be written to; types are named as Delta does."""
+    """A column of a Delta table whose type differs from that of the rows to be written; types have Delta's names."""
 
     def __init__(self, column: str, has: str, wanted: str) -> None:
         super().__init__(f"column {column} is {has}, not {wanted}")
@@ -50,7 +50,7 @@ class Clash(Exception):
 
 
 def open_table(lake: Lake, uri: str) -> DeltaTable | None:
-    """The Delta table at `uri`, None where there is none. Looking makes nothing. Raises LakeError for one that cannot be read."""
+    """Return the Delta table at `uri`, None if there is none. Creates nothing. Raises LakeError if it cannot be read."""
     with lake_errors(uri):
         if lake.is_local and not _has_log(uri):
             return None
@@ -69,7 +69,7 @@ def _has_log(path: str) -> bool:
 
 
 def missing_fields(has: Schema, wanted: Schema) -> list[Field]:
-    """The columns of `wanted` that `has` lacks. Raises Clash where both have a column and its type differs."""
+    """Return the columns of `wanted` that `has` lacks. Raises Clash if both have a column and its types differ."""
     types = {field.name: field.type.to_json() for field in has.fields}
     for field in wanted.fields:
         if types.get(field.name, field.type.to_json()) != field.type.to_json():
@@ -85,9 +85,9 @@ def ensure_table(
     partition_by: Sequence[str] = (),
     configuration: Mapping[str, str | None] | None = None,
 ) -> DeltaTable:
-    """The Delta table at `uri` with at least the columns of `schema`: made where it is missing, widened where columns are; none ever goes.
+    """Return the Delta table at `uri`, created if it is missing, with any columns of `schema` added that it lacks. Removes no column.
 
-    Raises Clash where a column stands there with another type, LakeError where the lake cannot be written.
+    Raises Clash if it has a column with another type, LakeError if the lake cannot be written.
     """
     wanted = schema if isinstance(schema, Schema) else Schema.from_arrow(schema)
     with lake_errors(uri):
@@ -102,7 +102,7 @@ def ensure_table(
                         partition_by=list(partition_by),
                         configuration=configuration,
                         storage_options=storage_options(lake.uri),
-                        # A second creator must fail: tried again by delta-rs, its commit would replace the first one's schema.
+                        # A second creator must fail: if delta-rs retried its commit, it would replace the first one's schema.
                         commit_properties=CommitProperties(max_commit_retries=0),
                     )
                     flush_commits(lake, uri, -1, table.version())
@@ -122,9 +122,9 @@ def ensure_table(
 
 
 def crowded(uri: str) -> LakeError:
-    """The error of a change that lost against other writers every time."""
+    """Return the error for a change that lost against other writers every time."""
     return LakeError(
-        f"The Delta table {uri} is being changed by others without a pause; try again, and see that only one pipeline feeds the lake."
+        f"The Delta table {uri} is being changed by others all the time; make sure that only one pipeline feeds the lake, then try again."
     )
 
 
@@ -137,10 +137,11 @@ def commit(
     partition_by: Sequence[str] = (),
     marker: Transaction | None = None,
 ) -> None:
-    """Commit `actions` to `table`, which stands at `uri`, and see them in `table` afterwards; they are on disk then.
+    """Commit `actions` to `table` at `uri`, bring `table` up to date and make sure that the commit is on disk.
 
-    Files that are only added go in beside what others commit meanwhile. With a marker, of two writers with its `app_id` that look at one
-    version the slower one gets CommitFailedError and must look again; its version is what `table.transaction_version(app_id)` says then.
+    Files that are only added do not conflict with the commits of others. With a marker, if two writers with the same `app_id` commit on top
+    of one version, the slower one gets CommitFailedError and must check again; `table.transaction_version(app_id)` is then the marker's
+    version.
     """
     before = table.version()
     for attempt in range(1, _COMMIT_TRIES + 1):
@@ -156,7 +157,7 @@ def commit(
             lost = isinstance(error, CommitFailedError)
             if not lost and (attempt == _COMMIT_TRIES or not _UNANSWERED.search(str(error))):
                 raise
-            # A store may have done what it gave no answer to, and asked again finds a commit there: perhaps this one.
+            # The store may have done the commit without an answer; a retry then finds a commit there, perhaps this one.
             table.update_incremental()
             if _holds(table, actions):
                 break
@@ -171,13 +172,13 @@ def commit(
 
 
 def _holds(table: DeltaTable, actions: Sequence[AddAction | RemoveAction]) -> bool:
-    """Whether the files that `actions` add, of which there is at least one, are part of `table`."""
+    """Whether `actions` add at least one file and all files that they add are part of `table`."""
     added = {action.path for action in actions if isinstance(action, AddAction)}
     return bool(added) and added <= set(pa.table(table.get_add_actions(flatten=True))["path"].to_pylist())
 
 
 def flush_commits(lake: Lake, uri: str, before: int, last: int) -> None:
-    """Make sure that the commits of the table at `uri` after version `before` up to `last` are on disk."""
+    """Write the commits of the table at `uri` after version `before` up to `last` to disk (fsync)."""
     if lake.is_local:
         paths = [f"{lake.relative(uri)}/_delta_log/{version:020}.json" for version in range(before + 1, last + 1)]
         flush(lake, [path for path in paths if (Path(lake.uri) / path).exists()])
@@ -185,7 +186,7 @@ def flush_commits(lake: Lake, uri: str, before: int, last: int) -> None:
 
 @contextmanager
 def lake_errors(uri: str) -> Iterator[None]:
-    """Turn what Delta, Arrow and the storage raise for `uri` into LakeError; a commit that lost against another one passes through."""
+    """Turn errors of Delta, Arrow and the storage about `uri` into LakeError. CommitFailedError (another was faster) passes through."""
     try:
         yield
     except CommitFailedError:
@@ -193,7 +194,7 @@ def lake_errors(uri: str) -> Iterator[None]:
     except (DeltaError, OSError, pa.ArrowException) as error:
         raise _lake_error(uri, error) from error
     except Exception as error:
-        if type(error) is Exception:  # some of delta-rs's own have no other class
+        if type(error) is Exception:  # delta-rs raises some errors with no other class
             raise _lake_error(uri, error) from error
         raise
 
@@ -206,7 +207,7 @@ def _lake_error(uri: str, error: Exception) -> LakeError:
     elif refused is not None:
         said = f"{refused[1]}, {refused[2]}"
     else:
-        # delta-rs puts causes beneath one another, the innermost last, and details after a line's end
+        # delta-rs lists causes one under the other, the innermost last, and details on further lines
         said = ([part for part in (cause.strip() for cause in text.split("\u21b3")) if part] or [type(error).__name__])[-1]
     shown = _COLOUR.sub("", said).strip().splitlines()[0].rstrip(".")[:300]
     transient = passing(text)
@@ -224,14 +225,14 @@ def _lake_error(uri: str, error: Exception) -> LakeError:
 
 
 def passing(text: str) -> bool:
-    """Whether what a store or a library says of a failure is that it may succeed later."""
+    """Return whether the message of a store or a library is of an error that may pass by itself."""
     return _PASSING.search(text) is not None
 
 
 def side_by_side(function: Callable[[Item], Result], items: Sequence[Item], workers: int = 8) -> list[Result]:
-    """`function` of each item, in the items' order, on a few threads: most of the time goes to waiting for storage.
+    """Call `function` for each item on a few threads and return the results in the items' order; most of the time is waiting for storage.
 
-    Raises what the first item that failed raised, after all have ended.
+    If calls fail, the error of the first such item is raised, after all calls have ended.
     """
     if len(items) < 2:
         return [function(item) for item in items]

@@ -1,7 +1,7 @@
-"""Whose fault an error is: the one table's that the work was for, or the run's, which would meet every table.
+"""Decide whose fault an error is: the table's that the work was for, or the run's, if it would hit every table.
 
-A table's fault costs that table alone: it goes to state `error`, and the others go on. What would hit any table ends the run and changes no
-table's state. The error's type decides where it can; otherwise a look does: is the lake still there, does Spark still answer?
+A table's fault costs that table alone: it goes to state `error`, and the others go on. An error that would hit any table ends the run and
+changes no table's state. The error's type decides where it can. Otherwise a probe decides: can the lake be written, does Spark answer?
 """
 
 import re
@@ -24,13 +24,13 @@ STAGES = {
     "commit": "its changes could not be committed to raw",
     "access": "it may not be read",
     "read": "it could not be read from the source",
-    "look": "its current table could not be looked at",
+    "look": "its current table could not be examined",
     "merge": "its changes could not be merged",
     "replace": "its current table could not be made from the rows read",
     "compare": "it could not be compared with the source",
     "maintain": "its files could not be tidied up",
 }
-"""The work that is done for one table alone, each with what is said where it fails."""
+"""The stages of work for a single table, each with the message for its failure."""
 
 _RUN = re.compile(
     r"No space left on device|[Qq]uota exceeded|File too large|OutOfMemoryError|Java heap space|GC overhead limit|Too many open files"
@@ -39,12 +39,12 @@ _RUN = re.compile(
 
 
 def is_tables_own(error: BaseException, lake: Lake, answers: Callable[[], object] | None = None) -> bool:
-    """Whether what work for one table raised is that table's own fault.
+    """Return whether an error in work for one table is that table's own fault.
 
-    Where the type does not tell, it looks at the lake and calls `answers`, which raises if Spark is gone.
+    If its type does not tell, the lake is probed and `answers` is called, which raises if Spark is gone.
 
-    Not a table's: memory, a full disk, an error that passes (`transient`), one of the pipeline's that is about source, slot or settings,
-    and anything while the lake cannot be reached or written.
+    Not the table's fault are: memory, a full disk, a `transient` error, the pipeline's errors about source, slot or settings, and any error
+    while the lake cannot be reached or written.
     """
     if isinstance(error, TableError):
         return True
@@ -58,13 +58,16 @@ def is_tables_own(error: BaseException, lake: Lake, answers: Callable[[], object
         _probe(lake)
         if answers is not None:
             answers()
-    except Exception:  # noqa: BLE001 - what the look raises does not matter: the run's own work will meet it
+    except Exception:  # noqa: BLE001 - it does not matter what the probe raises: the run meets the same error itself
         return False
     return True
 
 
 def table_error(error: BaseException, table: object, stage: str, oid: int = 0) -> TableError:
-    """The TableError that says what happened to a table at `stage`, in one sentence; one that is a TableError already, as it is."""
+    """Return a TableError that says in one sentence what happened to a table at `stage`.
+
+    An error that is a TableError already is returned itself, with `stage` and `oid` filled in where it has none.
+    """
     if isinstance(error, TableError):
         error.stage, error.oid = error.stage or stage, error.oid or oid
         return error
@@ -74,9 +77,9 @@ def table_error(error: BaseException, table: object, stage: str, oid: int = 0) -
 
 @contextmanager
 def table_work(lake: Lake, table: object, stage: str, *, oid: int = 0, answers: Callable[[], object] | None = None) -> Iterator[None]:
-    """Do work for one table alone: what it raises becomes TableError where it is the table's own fault, and passes through where it is not.
+    """Run the block as work for one table: its error becomes TableError if it is the table's own fault, and passes through otherwise.
 
-    Passes the failpoint `table.STAGE`.
+    Hits the failpoint `table.STAGE/TABLE` first.
     """
     try:
         failpoints.at(stage, table)
@@ -102,7 +105,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _probe(lake: Lake) -> None:
-    """Raise where the lake as a whole cannot be read or written: a small file is written beside the tables of each layer."""
+    """Raise if the lake as a whole cannot be read or written: write and remove a small file beside the tables of each layer."""
     require_writable(lake)
     store = filesystem(lake.uri)
     for folder in ("_pgwal", "raw", "snapshot", "current"):

@@ -1,11 +1,11 @@
-"""The files of raw and of snapshots that a merge reads, as their Delta logs name them.
+"""Find the files of raw and of snapshots that a merge reads, from their Delta logs.
 
-Spark is given a few files as they are rather than the table: both kinds of table are only ever appended to, so a file is all there is to
-know, while Delta's own planning of a read runs queries over the whole log, which on a table of some rows cost more than the read itself (a
-third of a merge, measured). About many files Spark would ask the store one by one, and the log knows them all.
+If the files are few, Spark reads them directly and not as a Delta table. Both kinds of table are only appended to, so the files are all
+that is needed. Delta's planning of a read runs queries over the whole log, which costs more than the read itself on a small table (a third
+of a merge, measured). If the files are many, Spark would ask the store about each, while the log lists them all.
 
-What is gone must not be taken for what never was: a file that is gone fails whoever reads it, while a commit of the log that is gone with
-it, or the whole table, fails nobody. So the rows that the log names are compared with those that the ledger counts.
+Lost data must not be taken for data that never existed. A read fails if a file is gone, but not if the log's commit is gone too, or the
+whole table. So the rows that the log names are compared with those that the ledger counts.
 """
 
 import json
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _FEW = 32
-"""Up to so many files Spark looks for them from where it plans; a job of its own would be started for more."""
+"""Up to this many files Spark looks them up from the driver; for more it starts a job."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """Files of the table at `table`: all of those with some keys of its partition column, which follow one another.
+    """All files of the table at `table` in a range of its partitions.
 
-    `paths` are theirs in the table; `rows` is how many rows they have, None where the log does not say.
+    `partition` is the partition column, `keys` are its values. `paths` are relative to the table. `rows` is how many rows the files have,
+    None if the log does not say.
     """
 
     table: str
@@ -45,7 +46,7 @@ class Files:
     rows: int | None
 
     def read(self, session: "SparkSession") -> "DataFrame":
-        """Their rows, of the table's schema."""
+        """Return the rows of the files, with the table's schema."""
         if not self.paths:
             return no_rows(session, {field.name: field.dataType for field in self.schema.fields})
         if len(self.paths) > _FEW:
@@ -56,32 +57,32 @@ class Files:
 
 
 def no_rows(session: "SparkSession", kinds: Mapping[str, DataType]) -> "DataFrame":
-    """No row of such columns."""
+    """Return a DataFrame without rows, with these columns (name to type)."""
     return session.range(0).selectExpr(*(f"{null_of(kind)} AS {quote(name)}" for name, kind in kinds.items()))
 
 
 def changes(raw_path: str, from_lsn: int, to_lsn: int) -> Files | None:
-    """The files of raw with the windows after `from_lsn` up to that of `to_lsn`; None where there is no table."""
+    """Return the files of raw for the windows that end after `from_lsn` and up to `to_lsn`; None if there is no table."""
     first, last = window_key(from_lsn), window_key(to_lsn)
     return _files(raw_path, WINDOW, lambda key: first < key <= last)
 
 
 def snapshot(snapshot_path: str, generation: str) -> Files | None:
-    """The files of a snapshot's generation; None where there is no table."""
+    """Return the files of a snapshot's generation; None if there is no table."""
     return _files(snapshot_path, GENERATION, lambda name: name == generation)
 
 
 def require(table: TableName, counted: int, found: Mapping[str, Files | None]) -> None:
-    """Raises LakeError where the files found at these places have less rows together than the `counted` ones of the ledger.
+    """Raise LakeError if the files found at these paths have fewer rows together than the ledger has `counted`.
 
-    A snapshot may have more: of attempts that died.
+    A snapshot may have more rows, from attempts that died.
     """
     rows = [0 if files is None else files.rows for files in found.values()]
     there = sum(filter(None, rows))
     if None not in rows and there < counted:
         raise LakeError(
             f"{table}: {' and '.join(found)} {'has' if len(found) == 1 else 'have'} {there} of the {counted} rows that the ledger counts "
-            f"there, so that files of it are gone: restore them from a copy of the lake, or run `pgwal resnapshot '{table}'`."
+            f"there, so files are missing: restore them from a copy of the lake, or run `pgwal resnapshot '{table}'`."
         )
 
 

@@ -1,4 +1,4 @@
-"""Whether windows that were read side by side, none knowing of the others, can be committed to raw one after another."""
+"""Check that windows that were read side by side, independently of each other, can be committed to raw one after the other."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,10 +11,10 @@ from pgwal_pipeline.lake.schema import fits
 
 
 def first_misfit(lake: Lake, windows: Sequence[Iterable[TableWrite]]) -> tuple[int, dict[str, Schema]] | None:
-    """The first of windows to be committed after one another whose files do not fit the tables as they will be by then.
+    """Return the index of the first window whose files do not fit the raw tables as the windows before it will leave them.
 
-    That happens to windows that were read side by side: a column is new in one and has another type in a later one. With it come the
-    tables' schemas by then, by their addresses, for it to be read again. None where all fit.
+    That happens if a column is new in one window and has another type in a later one. With the index come the tables' schemas by then, by
+    their paths, with which that window has to be read again. None if all windows fit.
     """
     paths = list({write.path for writes in windows for write in writes})
     standing = side_by_side(lambda path: _schema(lake, path), paths, 8 if lake.is_local else 16)

@@ -1,18 +1,19 @@
-"""From the events of a keyed table to the final change of each key.
+"""Fold the events of a keyed table into one final change per key.
 
-Pure DataFrame logic: nothing here starts a job but `heads` and `last_truncate`. Expressions are SQL text rather than Column objects, of
-which each part would be a call to the JVM (thousands for one small table).
+This is pure DataFrame logic: only `heads` and `last_truncate` start jobs. Expressions are SQL text, because each part of a Column object
+is a call to the JVM (thousands for one small table).
 
-The functions work on *steps*: rows with the source's columns, `_pgwal_op`, `_pgwal_text`, `_pgwal_commit_lsn`, `_pgwal_unchanged`, and
-their place in the order, `_pgwal_at_lsn` and `_pgwal_at_ordinal`. A step is an event of raw, or a whole row known from elsewhere (op `S`:
-of a snapshot, or of `current`), which counts as the birth of its row, or the absence of one (op `A`: a snapshot had no row of that key).
-A row's *incarnation* under a key begins with its birth (`I`, `S`, or a `U` that has a `K` beside it: the row came from another key) and
-ends with `D`, `K` or `A`; incarnations that follow one another by key changes are one *life* of the row, and a value that was not sent is
-to be looked for in the same life only.
+The input is *steps*: rows with the source's columns, `_pgwal_op`, `_pgwal_text`, `_pgwal_commit_lsn`, `_pgwal_unchanged`, and their
+position, `_pgwal_at_lsn` and `_pgwal_at_ordinal`. A step is one of three things: an event of raw; a whole row of a snapshot or of `current`
+(op `S`), which counts as an insert; or the fact that a snapshot has no row with that key (op `A`).
 
-What comes out are *changes*, one for each key: the columns, `_pgwal_commit_lsn`, `_pgwal_text`, `_pgwal_gone` (the key has no row any more)
-and, where values may be unsent, `_pgwal_kept` (columns whose value is the one that the target has under this key) and `_pgwal_lost`
-(columns whose value is nowhere); both are arrays of names, null when empty.
+A row's *incarnation* under a key begins with `I`, with `S`, or with a `U` that has a `K` at the same position (the row came from another
+key). It ends with `D`, `K` or `A`. Incarnations that are linked by key changes form one *life* of the row. A value that was not sent can
+only come from the same life.
+
+The output is *changes*, one per key: the columns, `_pgwal_commit_lsn`, `_pgwal_text` and `_pgwal_gone` (the key has no row any more). Where
+values may be unsent there are two arrays of column names too, null when empty: `_pgwal_kept` (the target's value under this key stays) and
+`_pgwal_lost` (the value is in none of the lake's tables).
 """
 
 from collections.abc import Sequence
@@ -52,24 +53,24 @@ AT_LSN = "_pgwal_at_lsn"
 AT_ORDINAL = "_pgwal_at_ordinal"
 
 BEFORE_ALL = -1
-"""The place of what was there before every event."""
+"""The LSN and ordinal of rows that were there before every event."""
 PLACE = f"struct({AT_LSN} AS lsn, {AT_ORDINAL} AS ordinal)"
 NO_NAMES = "CAST(NULL AS array<string>)"
 
 _PLACE = (AT_LSN, AT_ORDINAL, f"CASE WHEN {OP} = 'K' THEN 0 WHEN {OP} IN ('S', 'A') THEN 2 ELSE 1 END")
-"""The total order of a key's steps: a row leaves its old key before it takes the new one; a whole row comes after what it has seen."""
+"""The total order of a key's steps. At one position `K` comes first, and `S` and `A` last: their snapshot includes the event there."""
 _AT = f"struct({', '.join(f'{part} AS p{number}' for number, part in enumerate(_PLACE))})"
-"""The place as one value."""
+"""The order as one comparable value."""
 
 _FIXED = (BooleanType, ByteType, ShortType, IntegerType, LongType, FloatType, DoubleType, DateType, TimestampType, TimestampNTZType)
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What the ledger knows of the events to be folded; work that they do not need is left out. True is always right.
+    """What the ledger knows about the events to be folded; it lets the fold skip work.
 
-    `truncated`: there may be a TRUNCATE; `key_changes`: rows may have changed their key; `unchanged`: values may be unsent.
-    `inserts_only`: there is nothing but inserts, for certain.
+    `truncated`: there may be a TRUNCATE. `key_changes`: rows may have changed their key. `unchanged`: values may be unsent. True is always
+    safe for these three. `inserts_only`: all events are certainly inserts; False is always safe.
     """
 
     truncated: bool = True
@@ -79,12 +80,12 @@ class Traits:
 
 
 ANYTHING = Traits()
-"""Of events of which nothing is known."""
+"""The traits of events about which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The table that is folded: its name, the columns of its key (none: a bag of rows), its columns in the source's order."""
+    """The table that is folded: its name, its key's columns (empty for a bag of rows), and its columns in the source's order."""
 
     table: TableName
     key: tuple[str, ...]
@@ -93,9 +94,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSnapshot:
-    """What a chunk of a snapshot saw: `attempt` is the `_pgwal_chunk` of its rows, `snapshot_text` is `xmin:xmax:xip,xip` (64-bit xids).
+    """The Postgres snapshot under which a chunk was read.
 
-    `single` tells a chunk of one key, read again: its row counts rather than the one that an earlier chunk had of that key.
+    `attempt` is the `_pgwal_chunk` of its rows, `snapshot_text` is `xmin:xmax:xip,xip` (64-bit xids). `single` marks a chunk that read one
+    key again: its row replaces the row that an earlier chunk had of that key.
     """
 
     attempt: str
@@ -104,13 +106,13 @@ class ChunkSnapshot:
 
     @property
     def snapshot(self) -> Snapshot:
-        """What it saw."""
+        """The parsed `snapshot_text`."""
         return Snapshot.parse(self.snapshot_text)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Truncate:
-    """A TRUNCATE: its position, and its transaction."""
+    """A TRUNCATE: its position (commit LSN, ordinal) and its transaction's xid."""
 
     lsn: int
     ordinal: int
@@ -118,18 +120,18 @@ class Truncate:
 
 
 def between(raw: "DataFrame", from_lsn: int, to_lsn: int) -> "DataFrame":
-    """The rows of raw with `from_lsn <= commit LSN < to_lsn`."""
+    """Return the rows of raw with `from_lsn <= commit LSN < to_lsn`."""
     return raw.where(f"{COMMIT_LSN} >= {from_lsn}L AND {COMMIT_LSN} < {to_lsn}L")
 
 
 def last_truncate(rows: "DataFrame") -> Truncate | None:
-    """The last TRUNCATE among rows of raw; starts a job."""
+    """Return the last TRUNCATE among rows of raw, None if there is none. Starts a job."""
     found = rows.where(f"{OP} = 'T'").selectExpr(f"max(struct({COMMIT_LSN}, {ORDINAL}, {XID})) AS newest").collect()[0]["newest"]
     return None if found is None else Truncate(*found)
 
 
 def steps(rows: "DataFrame", shape: Shape, types: StructType, *, after: Truncate | None = None) -> "DataFrame":
-    """Rows of raw as steps, those after a TRUNCATE only where one is given; columns get the types of `types`."""
+    """Return rows of raw as steps, with the column types of `types`. With `after`, return only those after that TRUNCATE."""
     has = rows.schema
     wanted = f"{OP} != 'T'"
     if after is not None:
@@ -140,14 +142,17 @@ def steps(rows: "DataFrame", shape: Shape, types: StructType, *, after: Truncate
 
 
 def _typed(has: StructType, name: str, kind: DataType) -> str:
-    """The column `name` of raw as values of `kind`: those written in another type are of rows that a snapshot in `kind` has seen."""
+    """The column `name` of raw with the type `kind`. Values of another type are null: a snapshot of type `kind` includes their rows."""
     names = names_in_raw(name, kind.jsonValue())
     holder = next((held for held in names if held in has.names and same_types(has[held].dataType, kind)), None)
     return f"{null_of(kind) if holder is None else quote(holder)} AS {quote(name)}"
 
 
 def whole_rows(rows: "DataFrame", shape: Shape, *extra: str) -> "DataFrame":
-    """Rows of `current` or of a snapshot (with `_pgwal_commit_lsn` and `_pgwal_text`) as steps before all events."""
+    """Return rows of `current` or of a snapshot (with `_pgwal_commit_lsn` and `_pgwal_text`) as steps before all events.
+
+    `extra` are columns of `rows` to keep.
+    """
     return rows.selectExpr(
         *map(quote, shape.columns),
         f"'S' AS {OP}",
@@ -162,25 +167,25 @@ def whole_rows(rows: "DataFrame", shape: Shape, *extra: str) -> "DataFrame":
 
 
 def with_left_behind(events: "DataFrame", target: "DataFrame", shape: Shape) -> "DataFrame":
-    """`events` and the target's rows that had a key which some row left: a row that moved may need their values."""
+    """Return `events` and the target's rows with a key that some row left: the row may need their values under its new key."""
     left = events.where(f"{OP} = 'K'")
     return events.unionByName(whole_rows(matching(target, left, shape.key), shape))
 
 
 def matching(rows: "DataFrame", keys: "DataFrame", key: Sequence[str], how: str = "left_semi") -> "DataFrame":
-    """The `rows` whose key is among the keys of `keys`; with `left_anti` the others. Both have the key's columns and `_pgwal_text`."""
+    """Return the `rows` whose key is in `keys`; with `left_anti` those whose key is not. Both have the key's columns and `_pgwal_text`."""
     right = keys.selectExpr(*numbered(key_parts(keys.schema, key)))
     pairs = [f"{part} <=> _pgwal_k{number}" for number, part in enumerate(key_parts(rows.schema, key))]
     return rows.join(right, F.expr(" AND ".join(pairs)), how)
 
 
 def numbered(parts: Sequence[str]) -> list[str]:
-    """The parts of a key as columns `_pgwal_k<number>`."""
+    """Return the parts of a key as columns `_pgwal_k<number>`."""
     return [f"{part} AS _pgwal_k{number}" for number, part in enumerate(parts)]
 
 
 def net(events: "DataFrame", shape: Shape, traits: Traits) -> "DataFrame":
-    """The change of each key that the steps come to."""
+    """Return the final change of each key."""
     if not traits.unchanged:
         return _newest(events, shape)
     if not traits.key_changes:
@@ -189,7 +194,7 @@ def net(events: "DataFrame", shape: Shape, traits: Traits) -> "DataFrame":
 
 
 def _newest(events: "DataFrame", shape: Shape) -> "DataFrame":
-    """Every value is sent: the newest step of a key is its row."""
+    """The changes where every value is sent: the newest step of a key is its row."""
     of_key = ", ".join(key_parts(events.schema, shape.key))
     backwards = ", ".join(f"{part} DESC" for part in _PLACE)
     nth = f"row_number() OVER (PARTITION BY {of_key} ORDER BY {backwards}) AS _pgwal_nth"
@@ -198,7 +203,7 @@ def _newest(events: "DataFrame", shape: Shape) -> "DataFrame":
 
 
 def _newest_sent(events: "DataFrame", shape: Shape) -> "DataFrame":
-    """No row changes its key: the newest value that was sent, column by column; an insert sends all."""
+    """The changes where no row changes its key: of each column the newest value that was sent. An insert sends all values."""
     movable = may_be_unsent(events.schema, shape)
     last = ", ".join([OP, COMMIT_LSN, TEXT, *_fixed(shape, movable)])
     of_key = map(F.expr, numbered(key_parts(events.schema, shape.key)))
@@ -215,7 +220,7 @@ def _newest_sent(events: "DataFrame", shape: Shape) -> "DataFrame":
 
 
 def _followed(events: "DataFrame", shape: Shape) -> "DataFrame":
-    """Rows change their keys, and values may be unsent: each row is followed through its life."""
+    """The changes where rows change their keys and values may be unsent: each row is followed through its life."""
     lives = _with_lives(events, shape)
     movable = may_be_unsent(events.schema, shape)
     apart = "CASE WHEN _pgwal_life IS NULL THEN"
@@ -247,10 +252,10 @@ def _followed(events: "DataFrame", shape: Shape) -> "DataFrame":
 
 
 def _with_lives(events: "DataFrame", shape: Shape) -> "DataFrame":
-    """The steps with what `_followed` needs to know.
+    """The steps with three more columns for `_followed`.
 
-    `_pgwal_life` is the place of the row's first key change, null for a row that never changed its key; `_pgwal_birth_number` counts the
-    births under the key so far; `_pgwal_is_last` tells the key's last step.
+    `_pgwal_life` is the position of the row's first key change, null for a row that never changed its key. `_pgwal_birth_number` counts
+    the incarnations that have begun under the key so far. `_pgwal_is_last` marks the key's last step.
     """
     moves = events.where(f"{OP} = 'K'").selectExpr(f"{AT_LSN} AS _pgwal_move_lsn", f"{AT_ORDINAL} AS _pgwal_move_ordinal")
     beside = F.expr(f"{AT_LSN} = _pgwal_move_lsn AND {AT_ORDINAL} = _pgwal_move_ordinal")
@@ -282,10 +287,10 @@ def _with_lives(events: "DataFrame", shape: Shape) -> "DataFrame":
 
 
 def heads(links: "DataFrame") -> "DataFrame | None":
-    """The head of the chain that each link belongs to, None where there is no link at all.
+    """Return each link with the head of its chain as `_pgwal_to`, None if there is no link at all.
 
-    `links` are pairs (`_pgwal_from`, `_pgwal_to`), `to` being earlier; at a head no link begins. Each round doubles the distance that a
-    link spans, so that a chain of n links takes log2(n) jobs.
+    `links` are pairs (`_pgwal_from`, `_pgwal_to`), where `_pgwal_to` is the earlier one; a head is where no link begins. Each round doubles
+    the distance that a link spans, so a chain of n links takes log2(n) jobs.
     """
     links = links.localCheckpoint()
     if links.isEmpty():
@@ -301,7 +306,7 @@ def heads(links: "DataFrame") -> "DataFrame | None":
 
 
 def checked(changes: "DataFrame", shape: Shape) -> "DataFrame":
-    """`changes` that fail with `unsent_marker` when they are read, if a value is nowhere."""
+    """Return `changes` such that reading them fails with `unsent_marker` if a value is in none of the lake's tables."""
     if LOST not in changes.columns:
         return changes
     judged = f"CASE WHEN {LOST} IS NOT NULL THEN raise_error({literal(unsent_marker(shape.table))}) ELSE {KEPT} END"
@@ -309,27 +314,28 @@ def checked(changes: "DataFrame", shape: Shape) -> "DataFrame":
 
 
 def rows_alone(changes: "DataFrame", shape: Shape) -> "tuple[DataFrame, DataFrame | None]":
-    """The rows that `changes` come to where there is no target, and the changes that lack a value, None where none can.
+    """Return the rows that `changes` give without a target, and the changes that lack a value (None if no change can lack one).
 
-    The rows have the columns, `_pgwal_commit_lsn` and `_pgwal_text`; reading them fails with `unsent_marker` if any value is nowhere.
+    The rows have the columns, `_pgwal_commit_lsn` and `_pgwal_text`. Reading them fails with `unsent_marker` if any change lacks a value.
     """
     lacking = None
     if LOST in changes.columns:
         changes = changes.withColumn(LOST, F.expr(f"coalesce({LOST}, {KEPT})")).withColumn(KEPT, F.expr(NO_NAMES))
         lacking = changes.where(f"{LOST} IS NOT NULL")
-        changes = checked(changes, shape).where(f"{KEPT} IS NULL")  # so that it is looked at
+        changes = checked(changes, shape).where(f"{KEPT} IS NULL")  # uses KEPT, so that Spark evaluates the check
     return changes.where(f"NOT {GONE}").selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT), lacking
 
 
 def unsent_marker(table: TableName) -> str:
-    """What a failing query's message contains when a value of `table` was not sent and is nowhere."""
+    """Return what a failing query's message contains when a value of `table` was not sent and is in none of the lake's tables."""
     return f"pgwal: a value of {table} was not sent and is nowhere"
 
 
 class Unresolved(TableError):
-    """Values that were not sent and stand nowhere in the lake. `rows` are some of the rows that lack them: (key, names of the columns).
+    """Values that the source did not send and that are in none of the lake's tables.
 
-    `keys` has the keys of all of them, each column as text for Postgres; None where they are too many or of a type without such text.
+    `rows` are some of the rows that lack them: (key, names of the columns). `keys` are the keys of all of them, each column as text for
+    Postgres; None if there are too many or a key's type has no such text.
     """
 
     def __init__(
@@ -348,17 +354,20 @@ class Unresolved(TableError):
             shown = f"{', '.join(columns)} in the row with {named}{more}"
         super().__init__(
             str(table),
-            f"{table}: the source did not send the value of {shown}, and it stands nowhere in the lake; run `pgwal resnapshot '{table}'`.",
+            f"{table}: the source did not send the value of {shown}, and the lake does not have it; run `pgwal resnapshot '{table}'`.",
         )
 
 
 def may_be_unsent(schema: StructType, shape: Shape) -> list[str]:
-    """Only values of variable length are stored out of line, and left unsent when they did not change."""
+    """Return the columns whose values may be unsent.
+
+    Postgres stores only values of variable length out of line (TOAST), and does not send such a value when it did not change.
+    """
     return [name for name in shape.columns if not isinstance(schema[name].dataType, _FIXED)]
 
 
 def _ends(op: str) -> str:
-    """Whether a key has no row after a step with that op."""
+    """The expression whether a key has no row after a step with that op."""
     return f"{op} IN ('D', 'K', 'A')"
 
 
@@ -367,7 +376,7 @@ def _fixed(shape: Shape, movable: Sequence[str]) -> list[str]:
 
 
 def _sent_values(movable: Sequence[str]) -> list[str]:
-    """For each column the newest value that was sent and its text, as a struct (v, t) called `_pgwal_v<number>`; null where none was."""
+    """Per column the newest value sent and its text, as a struct (v, t) named `_pgwal_v<number>`; null if no value was sent."""
     found = []
     for number, name in enumerate(movable):
         sent = f"CASE WHEN {OP} IN ('I', 'U', 'S') AND NOT coalesce(array_contains({UNCHANGED}, {literal(name)}), false) THEN"
@@ -382,7 +391,7 @@ def _values(shape: Shape, movable: Sequence[str]) -> list[str]:
 
 
 def _merged_text(movable: Sequence[str]) -> str:
-    """`_pgwal_text` of the folded row: each entry goes with the value that it belongs to."""
+    """`_pgwal_text` of the folded row: each entry comes from the same step as its column's value."""
     names = ", ".join(literal(name) for name in movable)
     ours = ", ".join(f"struct({literal(name)} AS key, _pgwal_v{number}.t AS value)" for number, name in enumerate(movable))
     if not movable:
@@ -393,7 +402,7 @@ def _merged_text(movable: Sequence[str]) -> str:
 
 
 def _unsent_names(movable: Sequence[str]) -> str:
-    """The names of the columns of which no value was sent, as an array; null where there is none."""
+    """The names of the columns without a value that was sent, as an array; null if there is none."""
     if not movable:
         return NO_NAMES
     names = ", ".join(f"CASE WHEN _pgwal_v{number} IS NULL THEN {literal(name)} END" for number, name in enumerate(movable))

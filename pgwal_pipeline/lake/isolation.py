@@ -1,4 +1,4 @@
-"""A Spark session of one's own beside others in the same process, and what its failures mean."""
+"""Open Spark sessions that are isolated from others in the same process, and turn their failures into the pipeline's errors."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ _UNREADABLE = re.compile(
 )
 _CLASS_NAMES = re.compile(r"^(?::?\s*\(?[a-z]\w*(?:\.[\w$]+)+\)?:?\s+)+")
 _FEW_ROWS = 200_000
-"""Up to about so many rows, compiling a query takes longer than running it does."""
+"""Up to about this many rows, compiling a query takes longer than running it."""
 _INTERPRETED = {
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
@@ -31,30 +31,30 @@ _INTERPRETED = {
     "spark.databricks.delta.merge.deletionVectors.persistent": "false",
 }
 _LITERALLY = {
-    # Names are names, and literals what `columns.literal` makes, whatever the session that was given makes of SQL text.
+    # Our names and literals (`columns.literal`) must mean the same whatever the given session's settings are.
     "spark.sql.variable.substitute": "false",
     "spark.sql.parser.escapedStringLiterals": "false",
     "spark.sql.parser.quotedRegexColumnNames": "false",
 }
 _SHOWN = 20
-"""How many of the rows that lack a value are named in the error."""
+"""How many of the rows that lack a value the error names."""
 _KEYS = 1000
-"""How many keys of such rows are gathered, for them to be read again one by one."""
+"""How many keys of such rows are collected, so that they can be read again one by one."""
 
 
 def few(rows: int) -> bool:
-    """Whether Spark's own time is more than half of what work on about so many rows takes (measured on tables of some rows)."""
+    """Return whether work on about this many rows is so small that more than half of it is Spark's overhead (measured on small tables)."""
     return rows <= _FEW_ROWS
 
 
 def conf_for(rows: int) -> dict[str, str]:
-    """Settings for a session (`isolated`) that works on about so many rows."""
+    """Return the settings of a session (`isolated`) that works on about this many rows."""
     return _INTERPRETED if few(rows) else {}
 
 
 @contextmanager
 def isolated(spark: "SparkSession", conf: Mapping[str, str]) -> "Iterator[SparkSession]":
-    """A session with the settings of `spark` and those of `conf`, and views of its own: what is set in it shows in no other thread's."""
+    """Open a session with the settings of `spark` and `conf`, and views of its own. What is set in it does not affect other threads."""
     with cloned(spark) as session:
         for name, value in (*_LITERALLY.items(), *conf.items()):
             session.conf.set(name, value)
@@ -63,7 +63,7 @@ def isolated(spark: "SparkSession", conf: Mapping[str, str]) -> "Iterator[SparkS
 
 @contextmanager
 def failures(what: str) -> Iterator[None]:
-    """Turn what Spark and Delta raise into LakeError; `what` is the table or path that is worked on."""
+    """Turn errors of Spark and Delta into LakeError; `what` is the table or path that is worked on."""
     try:
         yield
     except (PySparkException, Py4JError) as error:
@@ -79,14 +79,17 @@ def failures(what: str) -> Iterator[None]:
             )
             unread.transient = passing(_messages(error))
             raise unread from error
-        failed = LakeError(f"{what}: Spark failed ({said}); what it wrote above says more.")
+        failed = LakeError(f"{what}: Spark failed ({said}); its output above says more.")
         failed.transient = passing(_messages(error))
         raise failed from error
 
 
 @contextmanager
 def table_failures(shape: Shape, lacking: "Callable[[], DataFrame | None]") -> Iterator[None]:
-    """The same for work on one table, whose own faults become TableError; `lacking` gives the changes that lack a value, to be named."""
+    """Do as `failures` for work on one table, but turn the table's own faults into TableError.
+
+    `lacking` returns the changes that lack a value, for the error to name.
+    """
     with failures(str(shape.table)):
         try:
             yield
@@ -97,7 +100,7 @@ def table_failures(shape: Shape, lacking: "Callable[[], DataFrame | None]") -> I
             if bag.missing_marker(shape.table) in said:
                 raise TableError(
                     str(shape.table),
-                    f"{shape.table}: the source deleted a row that its current table does not have as often; "
+                    f"{shape.table}: the source deleted more copies of a row than its current table has; "
                     f"run `pgwal resnapshot '{shape.table}'` to read it again.",
                 ) from error
             raise
@@ -106,7 +109,7 @@ def table_failures(shape: Shape, lacking: "Callable[[], DataFrame | None]") -> I
 def _named(
     lacking: "DataFrame | None", key: Sequence[str]
 ) -> tuple[list[tuple[dict[str, object], tuple[str, ...]]], list[tuple[str, ...]] | None]:
-    """Some of the rows that lack values, as the key as it was sent and the columns' names; and the keys of all, as texts for Postgres."""
+    """Some of the rows that lack values, each as its key and the columns' names; and the keys of all as texts for Postgres."""
     if lacking is None:
         return [], None
     texts = [text for name in key if (text := source_text(lacking.schema, name)) is not None]
@@ -123,9 +126,9 @@ def _named(
 
 
 def _said(error: Exception) -> str:
-    """The first line that says something, without the classes' names that Java puts before it; or what could not be read, further down.
+    """The first line with a message, without the class names that Java puts before it; a line about an unreadable file goes first.
 
-    A write of what cannot be read fails as a write, with the other among its causes.
+    A write that cannot read its input fails as a write, with the read's failure among its causes.
     """
     lines = [_CLASS_NAMES.sub("", line.removeprefix("Caused by: ")).strip() for line in f"{error}\n{java_trace(error)}".splitlines()]
     telling = [line for line in lines if line and not line.startswith("An error occurred while calling ")]
@@ -134,6 +137,6 @@ def _said(error: Exception) -> str:
 
 
 def _messages(error: Exception) -> str:
-    """What an error and its causes say, without the places in the code that a trace names."""
+    """The messages of an error and its causes, without the lines of a stack trace."""
     lines = f"{error}\n{java_trace(error)}".splitlines()
     return "\n".join(line for line in lines if not line.lstrip().startswith("at "))

@@ -1,7 +1,7 @@
-"""Where everything stands in a lake, and how its storage is reached: a local folder and an object store alike.
+"""The paths in a lake, and access to its storage, a local folder or an object store.
 
-`<lake>/raw|snapshot|current/<schema>/<table>` are the tables, `<lake>/_pgwal/<name>` the ledger's. Two tables never share a path, on a
-file system that ignores case either.
+`<lake>/raw|snapshot|current/<schema>/<table>` are the tables, `<lake>/_pgwal/<name>` the ledger's. Two tables never share a path, not even
+on a file system that ignores case.
 """
 
 import os
@@ -22,7 +22,7 @@ from pgwal_pipeline.values.relation import TableName
 Layer = Literal["raw", "snapshot", "current"]
 
 _PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_")
-# What the Delta library cannot take in a path: it fails on the first kind and reads the second as an escape, so that files go elsewhere.
+# What the Delta library cannot take in a path: it fails on the first kind, and reads the second as an escape and writes elsewhere.
 _UNUSABLE = re.compile(r"[\[\]^|\\\x00-\x1f\x7f]|%[0-9A-Fa-f]{2}")
 
 _PASSED_ON = (
@@ -43,29 +43,29 @@ _PASSED_ON = (
     "AWS_S3_LOCKING_PROVIDER",
 )
 
-_TRIES = 8  # of a request that fails for the moment, about as many as delta-rs makes; after each it waits twice as long
+_TRIES = 8  # for a request that fails, about as many as delta-rs makes; the pause doubles after each
 
 
 def path_segment(name: str) -> str:
-    """`name` as one folder's name: what is not a lower-case letter, a digit or `_` stands as `-` and two hex digits a byte.
+    """Return `name` as a folder's name: each byte that is no lower-case letter, digit or `_` becomes `-` and two hex digits.
 
-    A leading `_` is written so too, since readers of Delta take such a folder for a hidden one.
+    A leading `_` is escaped too, because Delta readers take such a folder for a hidden one.
     """
     text = "".join(chr(byte) if byte in _PLAIN else f"-{byte:02x}" for byte in name.encode())
     return "-5f" + text[1:] if text.startswith("_") else text
 
 
 def _name_of(segment: str) -> str:
-    """The name that `path_segment` made a folder's name of. Raises ValueError for what it never makes."""
+    """The name from which `path_segment` made a folder's name. Raises ValueError if it cannot have made it."""
     parts = re.split(r"-(..)", segment)
     return b"".join(bytes.fromhex(part) if number % 2 else part.encode() for number, part in enumerate(parts)).decode()
 
 
 @dataclass(frozen=True, slots=True)
 class Lake:
-    """A lake by its address: an absolute local path, or `s3://bucket/prefix`. Its methods give absolute paths or full URIs.
+    """A lake by its address: an absolute local path, or `s3://bucket/prefix`. Its methods return absolute paths or full URIs.
 
-    Raises LakeError for a path that Delta tables cannot be kept under.
+    Raises LakeError for a path that Delta tables cannot have.
     """
 
     uri: str
@@ -85,36 +85,36 @@ class Lake:
         return "://" not in self.uri
 
     def raw(self, table: TableName) -> str:
-        """The Delta table of every change of `table`."""
+        """Return the address of the Delta table with every change of `table`."""
         return self.absolute(self.layer_path("raw", table))
 
     def snapshot(self, table: TableName) -> str:
-        """The Delta table of the rows of `table` that were there before the stream."""
+        """Return the address of the Delta table with the snapshots of `table`."""
         return self.absolute(self.layer_path("snapshot", table))
 
     def current(self, table: TableName) -> str:
-        """The Delta table of `table` as it is now."""
+        """Return the address of the Delta table with the current rows of `table`."""
         return self.absolute(self.layer_path("current", table))
 
     def ledger(self, name: str) -> str:
-        """The ledger's Delta table called `name`."""
+        """Return the address of the ledger's Delta table `name`."""
         return self.absolute(f"_pgwal/{name}")
 
     def layer_path(self, layer: Layer, table: TableName) -> str:
-        """The path of a table's Delta table from the lake's root, as `filesystem` takes it."""
+        """Return the path of a table's Delta table relative to the lake's root, as `filesystem` takes it."""
         return f"{layer}/{path_segment(table.schema)}/{path_segment(table.name)}"
 
     def absolute(self, path: str) -> str:
-        """The absolute path or URI of `path`, which is given from the lake's root; one that is absolute already stays as it is."""
+        """Return the absolute path or URI of `path`, which is relative to the lake's root or absolute already."""
         return path if path.startswith("/") or "://" in path else f"{self.uri}/{path}"
 
     def relative(self, uri: str) -> str:
-        """`uri` from the lake's root, so that what is written down still holds when the lake moves; another place's stays absolute."""
+        """Return `uri` relative to the lake's root, so that records stay valid when the lake moves. One outside the lake stays absolute."""
         return uri.removeprefix(self.uri + "/")
 
 
 def stored(lake: Lake, layer: Layer) -> list[TableName]:
-    """The places at which a layer has tables, those included that nothing goes by any more. Raises what the storage raises."""
+    """Return the locations at which a layer has tables, also those that no table uses any more. Raises the storage's errors."""
 
     def folders(path: str) -> list[str]:
         found = filesystem(lake.uri).get_file_info(pafs.FileSelector(path, allow_not_found=True))
@@ -125,28 +125,28 @@ def stored(lake: Lake, layer: Layer) -> list[TableName]:
 
 
 def require_writable(lake: Lake) -> None:
-    """Raise LakeError unless the lake's place can be reached and, as far as looking tells, be written to; nothing is made by looking."""
+    """Raise LakeError if the lake cannot be reached or, locally, its folder's permissions forbid writing. Creates nothing."""
     if not lake.is_local:
         try:
             filesystem(lake.uri).get_file_info(pafs.FileSelector("", allow_not_found=True))
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise LakeError(f"The lake {lake.uri} cannot be reached: {reason}; see to the AWS_* variables or set PGWAL_LAKE.") from None
+            raise LakeError(f"The lake {lake.uri} cannot be reached: {reason}; check the AWS_* variables and PGWAL_LAKE.") from None
         return
     place = Path(lake.uri)
     while not place.exists():
         place = place.parent
     if not place.is_dir():
-        raise LakeError(f"The lake {lake.uri} cannot be written: {place} is no folder; set PGWAL_LAKE to another place.")
+        raise LakeError(f"The lake {lake.uri} cannot be written: {place} is not a folder; set PGWAL_LAKE to another path.")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise LakeError(f"The lake {lake.uri} cannot be written: this user may not write to {place}; set PGWAL_LAKE to another place.")
+        raise LakeError(f"The lake {lake.uri} cannot be written: this user may not write to {place}; set PGWAL_LAKE to another path.")
 
 
 def storage_options(uri: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What delta-rs and Polars need to reach `uri`: nothing for a local folder, the usual AWS_* variables for `s3://`.
+    """Return the options with which delta-rs and Polars reach `uri`: none for a local folder, the usual AWS_* variables for `s3://`.
 
-    An endpoint of one's own is spoken to with the bucket in the path, in region us-east-1 unless another is set; one that is `http://`
-    allows HTTP unless AWS_ALLOW_HTTP says otherwise.
+    With a custom endpoint the bucket goes into the path, and the region is us-east-1 unless one is set. An `http://` endpoint allows HTTP
+    unless AWS_ALLOW_HTTP says otherwise.
     """
     if "://" not in uri:
         return {}
@@ -163,9 +163,9 @@ def storage_options(uri: str, environment: Mapping[str, str] | None = None) -> d
 
 
 def filesystem(uri: str) -> pafs.FileSystem:
-    """A pyarrow file system rooted at `uri`, on the same storage and with the same credentials as the Delta tables there.
+    """Return a pyarrow file system rooted at `uri`, with the same storage and credentials as the Delta tables there.
 
-    On a local one the folder of a file must exist before the file is opened for writing.
+    On a local one a file's folder must exist before the file is opened for writing.
     """
     return _filesystem(uri, tuple(sorted(storage_options(uri).items())))
 
@@ -174,7 +174,7 @@ def filesystem(uri: str) -> pafs.FileSystem:
 def _filesystem(uri: str, options: tuple[tuple[str, str], ...]) -> pafs.FileSystem:
     if "://" not in uri:
         return pafs.SubTreeFileSystem(uri, pafs.LocalFileSystem())
-    # Arrow's own client, not the one that delta-rs lends: that one stops every thread of the process while it waits for the store.
+    # Arrow's own client, because the one of delta-rs blocks every thread of the process while it waits for the store.
     known = dict(options)
     endpoint = urlsplit(known.get("AWS_ENDPOINT_URL", ""))
     settings = {
@@ -195,7 +195,10 @@ def _filesystem(uri: str, options: tuple[tuple[str, str], ...]) -> pafs.FileSyst
 
 
 def remove_file(uri: str, path: str) -> None:
-    """Remove the file at `path` from `uri` on. Arrow's client for object stores would leave an empty object in the folder's name behind."""
+    """Remove the file at `path`, relative to `uri`.
+
+    On an object store by delta-rs: Arrow's client would leave an empty object with the folder's name.
+    """
     if "://" in uri:
         DeltaStorageHandler(uri, storage_options(uri)).delete_file(path)
     else:

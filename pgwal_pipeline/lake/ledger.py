@@ -1,6 +1,6 @@
-"""The ledger: what is true of a lake. Which windows it holds, where each table stands, what has been published, and from which source.
+"""Read and write the ledger, the truth about a lake: its windows, the state of each table, its publishes and its source.
 
-A lake that is not there has an empty ledger, and looking makes nothing. Reading sees every record made by then, by whatever process.
+A lake that does not exist has an empty ledger, and reading creates nothing. A read sees every record that any process has written by then.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,13 +27,13 @@ __all__ = ["LOGS", "Chunk", "Ledger", "Plan", "Publish", "Read", "Source", "Tabl
 LOGS = ("source", "windows", "plans", "reads", "tables", "chunks", "publishes")
 """The names of the ledger's Delta tables, as `Lake.ledger` takes them."""
 
-_CONFLICT = "Only one pipeline may feed a lake: see that no other one uses PGWAL_LAKE, then try again."
+_CONFLICT = "Only one pipeline may feed a lake: make sure that no other one uses PGWAL_LAKE, then try again."
 
 
 class Ledger:
-    """The ledger of `lake`. Threads may share one; processes each have their own.
+    """The ledger of `lake`. Threads may share one object; each process has its own.
 
-    Everything raises LakeError where the lake cannot be used, and where two processes write down things that exclude each other.
+    Every method raises LakeError if the lake cannot be used, or if two processes write records that contradict each other.
     """
 
     def __init__(self, lake: Lake) -> None:
@@ -48,7 +48,7 @@ class Ledger:
         self._read: dict[int, Window] = {}
 
     def source(self) -> Source | None:
-        """The source that the lake is built from, None before there is one. Raises LakeError for a place that holds something else."""
+        """Return the source that the lake is built from, None before there is one. Raises LakeError if PGWAL_LAKE holds something else."""
         rows = self._source.rows()
         if rows.num_rows == 0:
             require_empty(self.lake)
@@ -56,7 +56,7 @@ class Ledger:
         return as_rows.sources(rows.slice(rows.num_rows - 1))[0]
 
     def record_source(self, source: Source) -> None:
-        """Write down which source the lake is built from; the newest one counts. Raises LakeError where it is another one's already."""
+        """Record which source the lake is built from; the newest record counts. Raises LakeError if the lake has another source already."""
 
         def decide(rows: pa.Table) -> pa.Table:
             known = as_rows.sources(rows.slice(rows.num_rows - 1))[0] if rows.num_rows else source
@@ -67,26 +67,26 @@ class Ledger:
         self._source.append(decide)
 
     def windows(self, after: int = 0) -> tuple[Window, ...]:
-        """The windows in the order of their LSNs; only those that end past `after`. One that is `pruned` may stand for many."""
+        """Return the windows that end past `after`, in the order of their LSNs. A `pruned` one may stand for many."""
         rows = self._windows.rows()
         chosen = rows.filter(pc.field("end_lsn") > after) if after else rows
         return tuple(sorted(self._as_windows(chosen), key=lambda window: (window.start_lsn, window.end_lsn)))
 
     def prepared(self) -> tuple[Window, ...]:
-        """The windows whose files are durable but may not be in raw yet, in the order of their LSNs."""
+        """Return the windows whose files are durable but may not be in raw yet, in the order of their LSNs."""
         rows = self._windows.rows().filter(pc.field("state") == "prepared")
         return tuple(sorted(self._as_windows(rows), key=lambda window: window.start_lsn))
 
     def append_window(self, window: Window) -> None:
-        """Write a window down; for a `prepared` one this is the commit: from here on its files count.
+        """Record a window. For a `prepared` one this is the commit: from here on its files count.
 
-        To write the same again is nothing, and `complete` follows `prepared`. Raises LakeError where it overlaps another window, or where
-        another process has written the same range.
+        Recording the same window again changes nothing; a `complete` record replaces a `prepared` one. Raises LakeError if the window
+        overlaps another one, or if another process has recorded the same range.
         """
         self.append_windows([window])
 
     def append_windows(self, windows: Sequence[Window]) -> None:
-        """Write windows down that follow one another, all of them in one commit; otherwise as `append_window`."""
+        """Record windows that follow one another, all in one commit; otherwise as `append_window`."""
 
         def decide(rows: pa.Table) -> pa.Table:
             added = [row for row in (self._accept(window, rows) for window in windows) if row.num_rows]
@@ -95,17 +95,17 @@ class Ledger:
         self._windows.append(decide)
 
     def record_plan(self, plan: Plan) -> None:
-        """Write down how a backlog is cut; a newer plan from the same position replaces an older one."""
+        """Record how a backlog is cut into windows. A newer plan from the same start LSN replaces an older one."""
         self._plans.append(lambda _: as_rows.plan_rows(plan, _now()))
 
     def plan(self) -> Plan | None:
-        """The plan that goes on from the frontier, None where there is none: all of its windows are still to be counted."""
+        """Return the plan that starts at the frontier, None if there is none. None of its windows has been counted yet."""
         found = as_rows.plans(self._plans.rows())
         frontier = self.frontier() if found else None
         return next((plan for plan in found if plan.start_lsn == frontier and plan.ends), None)
 
     def record_read(self, read: Read) -> None:
-        """Write down that a window of a plan has been read: its files are kept from here on. Where it is there already, that one counts."""
+        """Record that a window of a plan has been read: its files are kept from here on. If there is a record already, that one counts."""
 
         def decide(rows: pa.Table) -> pa.Table:
             known = rows.filter((pc.field("key") == read.window.key) & (pc.field("start_lsn") == read.window.start_lsn))
@@ -115,15 +115,15 @@ class Ledger:
         self._reads.append(decide)
 
     def forget_read(self, window: Window) -> None:
-        """Take a window of a plan back: it has to be read again."""
+        """Delete the record that a window of a plan has been read: it has to be read again."""
         self._reads.rewrite(lambda rows: rows.filter(pc.field("key") != window.key))
 
     def forget_reads(self, plan: Plan) -> None:
-        """Take everything back that was read from where `plan` begins on."""
+        """Delete the records of all windows that were read from the start of `plan` on."""
         self._reads.rewrite(lambda rows: rows.filter(pc.field("start_lsn") < plan.start_lsn))
 
     def refined(self, plan: Plan) -> Plan:
-        """`plan` with those of its windows cut in two whose reading broke off: what came whole of one has been read, the rest not."""
+        """Return `plan` with each window cut in two whose reading broke off: the first part has been read, the rest has not."""
         rows = self._reads.rows()
         read = set(zip(rows["start_lsn"].to_pylist(), rows["end_lsn"].to_pylist(), strict=True))
         while True:
@@ -134,18 +134,18 @@ class Ledger:
             plan = Plan(plan.start_lsn, tuple(sorted({*plan.ends, *cuts})), plan.ended)
 
     def reads(self, plan: Plan) -> dict[str, Read]:
-        """The windows of `plan` that have been read, by their keys."""
+        """Return the windows of `plan` that have been read, by their keys."""
         rows = self._reads.rows()
         found = {(read.window.start_lsn, read.window.end_lsn): read for read in as_rows.reads(rows, self.lake)}
         return {found[limits].window.key: found[limits] for limits in plan.ranges if limits in found}
 
     def take_back(self, windows: Sequence[Window]) -> None:
-        """Take prepared windows back: they are to be read again, with the same borders, for raw may have some of their tables."""
+        """Delete prepared windows. They have to be read again with the same limits, because raw may have some of their tables."""
         keys = pa.array([window.key for window in windows], pa.string())
         self._windows.rewrite(lambda rows: rows.filter(~((pc.field("state") == "prepared") & pc.field("key").isin(keys))))
 
     def prune_windows(self, keys: Iterable[str]) -> None:
-        """Write down that raw has these complete windows no longer; those that follow one another become one record."""
+        """Record that raw no longer has these complete windows. Windows that follow one another become one record."""
         wanted = set(keys)
 
         def decide(rows: pa.Table) -> pa.Table:
@@ -155,9 +155,9 @@ class Ledger:
         self._windows.append(decide)
 
     def frontier(self) -> int | None:
-        """The LSN up to which every change is in raw, None before the first window.
+        """Return the LSN up to which every change is in raw, None before the first window.
 
-        Up to there windows follow one another without a gap from where the newest slot began.
+        Complete windows cover everything from the start of the newest slot up to there.
         """
         rows = self._windows.rows()
         done = rows.filter(pc.field("state") != "prepared")
@@ -172,39 +172,39 @@ class Ledger:
         return reached
 
     def tables(self) -> dict[TableName, TableState]:
-        """Where every table stands that the pipeline has ever met, by name, in the names' order."""
+        """Return the state of every table that the pipeline has ever met, by name, in the order of the names."""
         return {state.table: state for state in sorted(as_rows.states(self._tables.rows()), key=lambda state: state.table)}
 
     def record_tables(self, states: Iterable[TableState]) -> None:
-        """Write down where tables stand now, all of them in one commit."""
+        """Record the states of tables, all in one commit."""
         rows = as_rows.state_rows(states, _now())
         self._tables.append(lambda _: rows)
 
     def amend_tables(self, decide: Callable[[dict[TableName, TableState]], Iterable[TableState]]) -> None:
-        """Write down what `decide` makes of where the tables stand; it is asked again where another process was faster."""
+        """Record the states that `decide` returns for the present ones. It is called again if another process was faster."""
         self._tables.append(lambda rows: as_rows.state_rows(decide({state.table: state for state in as_rows.states(rows)}), _now()))
 
     def chunks(self, location: TableName, generation: str) -> tuple[Chunk, ...]:
-        """The chunks of one snapshot of the table at a location, in their order."""
+        """Return the chunks of one snapshot of the table at that location, in their order."""
         rows = self._chunks.rows().filter((pc.field("table") == str(location)) & (pc.field("generation") == generation))
         return tuple(sorted(as_rows.chunks(rows), key=lambda chunk: chunk.chunk))
 
     def record_chunks(self, chunks: Iterable[Chunk]) -> None:
-        """Write chunks down, all of them in one commit; the newest record of a chunk counts."""
+        """Record chunks, all in one commit. The newest record of a chunk counts."""
         rows = as_rows.chunk_rows(chunks, _now())
         self._chunks.append(lambda _: rows)
 
     def publish(self) -> Publish | None:
-        """The newest publish, None before the first."""
+        """Return the newest publish, None before the first."""
         newest = self._publishes.rows().sort_by("lsn")
         return as_rows.publishes(newest.slice(newest.num_rows - 1), self.lake)[0] if newest.num_rows else None
 
     def publishes(self) -> tuple[Publish, ...]:
-        """All publishes in the order of their LSNs; of several at one LSN the last."""
+        """Return all publishes in the order of their LSNs; of several at one LSN the last."""
         return tuple(as_rows.publishes(self._publishes.rows().sort_by("lsn"), self.lake))
 
     def record_publish(self, publish: Publish) -> None:
-        """Write a publish down. Raises LakeError where it goes back: in its LSN or, at the newest one's LSN, in a table's version."""
+        """Record a publish. Raises LakeError if its LSN is below the newest one's, or equal to it with an older version of a table."""
 
         def decide(rows: pa.Table) -> pa.Table:
             newest = rows.sort_by("lsn")
@@ -215,13 +215,13 @@ class Ledger:
         self._publishes.append(decide)
 
     def generations(self, location: TableName) -> set[str]:
-        """The snapshots of the table at a location that chunks are known of."""
+        """Return the generations of the table at that location that have chunks in the ledger."""
         return set(self._chunks.rows().filter(pc.field("table") == str(location))["generation"].to_pylist())
 
     def forget(self, published_before: datetime, read_before: datetime) -> None:
-        """Drop the publishes made before one time, but the newest, and the chunks written before another of snapshots no table goes by.
+        """Drop old records: publishes before `published_before`, except the newest; chunks before `read_before` that no table state names.
 
-        Plans that are done go too.
+        Plans and read windows from before the frontier go too.
         """
 
         def recent(rows: pa.Table) -> pa.Table:
@@ -242,14 +242,14 @@ class Ledger:
         self._reads.rewrite(lambda rows: rows.filter(pc.field("start_lsn") >= frontier))
 
     def _as_windows(self, rows: pa.Table) -> list[Window]:
-        """The windows of `rows`; each record is turned into an object once."""
+        """The windows of `rows`; each row is decoded only once."""
         numbers = rows[SEQUENCE].to_pylist()
         fresh = rows.filter(pa.array([number not in self._read for number in numbers], pa.bool_()))
         self._read.update(zip(fresh[SEQUENCE].to_pylist(), as_rows.windows(fresh, self.lake), strict=True))
         return [self._read[number] for number in numbers]
 
     def _accept(self, window: Window, rows: pa.Table) -> pa.Table:
-        """The row that `window` adds to `rows`; none where it is there already."""
+        """The row that `window` adds to `rows`; an empty table if it is there already."""
         overlapping = (
             (pc.field("state") != "pruned")
             & (pc.field("key") != window.key)
@@ -277,7 +277,7 @@ class Ledger:
 
 
 def without_pruned(rows: pa.Table) -> pa.Table:
-    """The window rows that no `pruned` one stands for; the empty ones where slots began stay."""
+    """Return the window rows without those that a `pruned` one stands for. The empty windows where slots began stay."""
     spans = rows.filter(pc.field("state") == "pruned")
     if spans.num_rows == 0:
         return rows
@@ -290,7 +290,7 @@ def without_pruned(rows: pa.Table) -> pa.Table:
 
 
 def require_empty(lake: Lake) -> None:
-    """Raise LakeError where there is no ledger but something else, which a lake must not be mixed with. Hidden entries do not count."""
+    """Raise LakeError if the lake's folder has entries other than a ledger, which a lake must not be mixed with. Ignores hidden entries."""
     with lake_errors(lake.uri):
         found = filesystem(lake.uri).get_file_info(pafs.FileSelector("", allow_not_found=True))
     names = sorted(
@@ -299,12 +299,13 @@ def require_empty(lake: Lake) -> None:
     if names:
         shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
         raise LakeError(
-            f"PGWAL_LAKE {lake.uri} is no lake of this pipeline but holds something else ({shown}); give it a place of its own."
+            f"PGWAL_LAKE {lake.uri} is not a lake of this pipeline and holds something else ({shown}); "
+            f"set it to a folder or prefix of its own."
         )
 
 
 def _runs(windows: Sequence[Window], keys: set[str]) -> list[Window]:
-    """`pruned` records for the windows called `keys`: one for each run of windows that follow one another, those pruned before included."""
+    """`pruned` records for the windows `keys`: one per run of windows that follow one another, including those pruned before."""
     runs: list[list[Window]] = [[]]
     for window in windows:
         if window.start_lsn == window.end_lsn:
@@ -341,8 +342,8 @@ def _require_forward(newest: Publish, publish: Publish) -> None:
             known = versions.get(pointer.path, 0)
             if known > pointer.version:
                 raise LakeError(
-                    f"Table {table} is published at {format_lsn(publish.lsn)} with version {known} of its current already, "
-                    f"and cannot be with {pointer.version}. {_CONFLICT}"
+                    f"Table {table} is already published at {format_lsn(publish.lsn)} with version {known} of its current table, "
+                    f"so version {pointer.version} cannot be published there. {_CONFLICT}"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Where in the lake each table stands, whatever it is called: a table keeps its location when it is renamed."""
+"""Find each table's location in the lake. A table that is renamed keeps its location."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from pgwal_pipeline.values.relation import Relation, TableName
 
 
 def free_location(table: TableName, oid: int, taken: Collection[TableName]) -> TableName:
-    """The location of a table that is new: the one of its name or, where another table has that, one with its oid behind."""
+    """Return the location for a new table: its name or, if another table has that location, its name with the oid appended."""
     location = table
     while location in taken:
         location = TableName(location.schema, f"{location.name}_{oid}")
@@ -18,11 +18,11 @@ def free_location(table: TableName, oid: int, taken: Collection[TableName]) -> T
 
 @dataclass(frozen=True, slots=True)
 class Locations:
-    """Which table of the stream belongs where, as the ledger knew the tables when the stream began to be read.
+    """The locations of the stream's tables, as the ledger had them when the stream was opened.
 
-    `by_oid` are locations and names of the tables that are known, `left` the locations of names whose table has gone, where others of that
-    name may stand; into the locations and names in `taken` nobody else's rows may come. `left_out` are the oids of tables whose changes raw
-    does not take.
+    `by_oid` has the location and name of each known table. `left` has, by name, the locations of tables that are no longer followed; a new
+    table of that name takes the location over. A new table may not have a location or name in `taken`. `left_out` are the oids of tables
+    whose changes raw does not take.
     """
 
     by_oid: Mapping[int, tuple[TableName, TableName]] = field(default_factory=dict)
@@ -32,8 +32,8 @@ class Locations:
 
     @classmethod
     def of(cls, states: Mapping[TableName, TableState]) -> Self:
-        """The locations of the tables as the ledger has them."""
-        # Of two with one oid, one has gone and come back under another name.
+        """Return the locations of the tables in the ledger's `states`."""
+        # If two states have one oid, that table was gone and came back under another name.
         known = sorted((state for state in states.values() if state.oid), key=lambda state: state.followed)
         earlier = {oid: (state.location, state.table) for state in known for oid in state.earlier}
         return cls(
@@ -44,7 +44,7 @@ class Locations:
         )
 
     def find(self, relation: Relation) -> tuple[TableName, TableName]:
-        """The location of the table that the stream shows, and what the table is called."""
+        """Return the location of the table with this `relation`, and the table's name in the ledger."""
         if relation.oid in self.by_oid:
             return self.by_oid[relation.oid]
         left = self.left.get(relation.table)

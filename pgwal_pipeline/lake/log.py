@@ -1,7 +1,7 @@
-"""A small Delta table of rows that are only ever added: of the rows with one key the newest counts.
+"""A small append-only Delta table: of the rows with one key the newest counts.
 
-Every append carries the number of its last row as a Delta transaction, so that appends follow one another strictly whoever makes them: the
-slower of two writers looks again, and whatever it decides is decided on all rows before its own.
+Every append carries the number of its last row as a Delta transaction, so appends are strictly ordered: the slower of two writers fails,
+reads again and decides again. So every decision is made with all earlier rows known.
 """
 
 import random
@@ -21,13 +21,13 @@ from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, new_file_name
 
 SEQUENCE = "seq"
-"""The column that numbers the rows of a log, from 1 on; later rows have larger numbers."""
+"""The column that numbers the rows of a log from 1 on, in the order in which they were appended."""
 
 _MARKER = "pgwal_ledger"
 _MANY_FILES = 8
-_LARGE_FILE = 1 << 20  # bytes; one that has grown so large is left alone when small ones are joined
+_LARGE_FILE = 1 << 20  # bytes; files of this size and more are not joined with others
 _CONFIGURATION = {
-    "delta.checkpointInterval": "20",  # a reader that starts afresh reads the commits since the last checkpoint one by one
+    "delta.checkpointInterval": "20",  # a new reader reads the commits since the last checkpoint one by one
     "delta.logRetentionDuration": "interval 1 days",
     "delta.deletedFileRetentionDuration": "interval 1 days",
     "delta.enableExpiredLogCleanup": "true",
@@ -35,10 +35,10 @@ _CONFIGURATION = {
 
 
 class RowLog:
-    """The log at `lake.ledger(name)`, of rows with the columns of `schema`, known by those named `key`. Threads may share one.
+    """The log at `lake.ledger(name)` with the columns of `schema`; the columns named in `key` identify a row. Threads may share one.
 
-    `counting` further reduces the newest rows of all keys to those that count. Reading a log that does not exist gives no rows and makes
-    nothing. Everything raises LakeError where the lake cannot be used.
+    `counting` reduces the newest rows of all keys further, to those that count. A log that does not exist reads as no rows; reading creates
+    nothing. All methods raise LakeError if the lake cannot be used.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class RowLog:
         self._counting_rows: pa.Table | None = None
 
     def rows(self) -> pa.Table:
-        """The rows that count now, oldest first, `seq` in front."""
+        """Return the rows that count now, oldest first, with `seq` as the first column."""
         with self._lock, lake_errors(self._uri):
             self._look()
             return self._counted()
 
     def append(self, decide: Callable[[pa.Table], pa.Table]) -> None:
-        """Add the rows that `decide` makes of those that count; it leaves `seq` out. No rows are nothing to do.
+        """Append the rows that `decide` returns, given the rows that count. Its rows have no `seq`; if it returns none, nothing is written.
 
-        `decide` is called again whenever another writer was faster, so it has seen every row before its own; what it raises is passed on.
+        `decide` is called again if another writer was faster, so it has seen every earlier row. Its errors pass through.
         """
         with self._lock, lake_errors(self._uri):
             self._look()
@@ -89,7 +89,7 @@ class RowLog:
             raise crowded(self._uri)
 
     def rewrite(self, keep: Callable[[pa.Table], pa.Table]) -> None:
-        """Leave only the rows that `keep` chooses from those that count; the rows that they replaced go too."""
+        """Delete all rows but those that `keep` returns, given the rows that count."""
         with self._lock, lake_errors(self._uri):
             for _ in range(ATTEMPTS):
                 self._look()
@@ -98,18 +98,18 @@ class RowLog:
             raise crowded(self._uri)
 
     def _look(self) -> None:
-        """Bring what is known of the log up to date."""
+        """Read the log's commits since the last call."""
         if self._table is None:
             self._table = open_table(self._lake, self._uri)
         else:
             try:
                 self._table.update_incremental()
-            except DeltaError:  # so old a version that the commits after it are gone
+            except DeltaError:  # the version is so old that the commits after it have been cleaned up
                 self._table = open_table(self._lake, self._uri)
         self._load()
 
     def _load(self) -> None:
-        """Read the files of the table's version that are not known yet. Files never change."""
+        """Read those files of the table's version that have not been read yet. Files never change."""
         version = -1 if self._table is None else self._table.version()
         if version == self._version:
             return
@@ -123,7 +123,7 @@ class RowLog:
         with lake_errors(f"{self._uri}/{name}"), filesystem(self._lake.uri).open_input_file(f"{self._folder}/{name}") as file:
             octets = file.read_buffer()
             try:
-                # Threads for so few rows cost more than reading them does.
+                # With so few rows, threads cost more than the reading.
                 found = pq.ParquetFile(pa.BufferReader(octets), page_checksum_verification=True).read(use_threads=False)
             except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
                 raise pa.ArrowInvalid(f"Parquet file is damaged: {error}") from error
@@ -143,14 +143,14 @@ class RowLog:
         return (None if self._table is None else self._table.transaction_version(_MARKER)) or 0
 
     def _join_small_files(self) -> None:
-        """Write the rows of many small files that still count as one file; whoever is faster meanwhile makes it the next one's task."""
+        """Join many small files into one, with only the rows that count. If another writer is faster, a later append does it."""
         small = [name for name, size in self._sizes.items() if size < _LARGE_FILE]
         if len(small) > _MANY_FILES:
             joined = pa.concat_tables([self._files[name] for name in small])
             self._commit(small, _numbered(self._counted(), joined[SEQUENCE]), self._last())
 
     def _commit(self, removed: Sequence[str], rows: pa.Table, last: int) -> bool:
-        """Put a file with `rows` in the place of those `removed`; False, and nothing done, where another writer was faster."""
+        """Replace the files `removed` by one with `rows`; False, with nothing changed, if another writer was faster."""
         assert self._table is not None
         name = new_file_name()
         rows = rows.select(self._schema.names).cast(self._schema)

@@ -1,6 +1,6 @@
-"""Keeping a lake small and quick: pruning raw, joining small files, and removing those that nothing names any more.
+"""Prune raw, join small files and remove unused ones, to keep a lake small and quick.
 
-Only of what delta-rs writes: raw, the snapshots and the ledger. `current` is Spark's.
+This covers what delta-rs writes: raw, the snapshots and the ledger. Spark maintains `current`.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -24,33 +24,33 @@ from pgwal_pipeline.values.own_columns import GENERATION, WINDOW
 from pgwal_pipeline.values.relation import TableName
 
 _FILE_BYTES = 128 << 20  # files that reach this are not joined with others
-_READERS = timedelta(days=1)  # how long somebody may go on reading a version that is not the newest
+_READERS = timedelta(days=1)  # how long a reader may use a version that is not the newest
 _WRITERS = timedelta(days=7)  # longer than any window takes from its first file to its record in the ledger
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was pruned: the windows' keys in the order of their LSNs, and the files that raw no longer names."""
+    """What was pruned: the windows' keys in the order of their LSNs, and how many files raw no longer names."""
 
     keys: tuple[str, ...]
     files: int
 
 
 def raised(error: TableError) -> None:
-    """What becomes of a table that cannot be tidied up, unless it is told otherwise: its error is raised."""
+    """Raise the error of a table that cannot be tidied up (the default for `refused`)."""
     raise error
 
 
 Refused = Callable[[TableError], None]
-"""What is told of a table that cannot be tidied up by its own fault; the others go on."""
+"""Takes the error of a table that cannot be tidied up by its own fault; the others go on."""
 
 
 def prune_raw(lake: Lake, ledger: Ledger, older_than: datetime, published_lsn: int, refused: Refused = raised) -> Pruned:
-    """Take the windows out of raw that were completed before `older_than`, end by `published_lsn` and that no table needs.
+    """Remove from raw the windows that were completed before `older_than`, end by `published_lsn` and are needed by no table.
 
-    `published_lsn` is where all of `current` stands. A table needs its changes until it is published from the snapshot in force, while
-    one is read. One in error holds up no other: its windows go too, and it has a gap then. The ledger's record comes first: what dies in
-    between is done by the next call. Raises LakeError.
+    `published_lsn` is where all `current` tables stand. A table needs its changes until it is published from the snapshot in force, and
+    while a snapshot is read. A table in error holds up no other: its windows go too, and it has a gap then. The ledger is written first: if
+    the process dies after that, the next call does the rest. Raises LakeError.
     """
     waiting = {lake.raw(state.location) for state in ledger.tables().values() if _needs_raw(state)}
     keys = [
@@ -67,11 +67,11 @@ def prune_raw(lake: Lake, ledger: Ledger, older_than: datetime, published_lsn: i
 
 
 def _give_up_those_in_error(ledger: Ledger, keys: Collection[str]) -> None:
-    """Write down the gap of tables in error whose changes go with these windows: they have to be read again now."""
+    """Record a gap for tables in error whose changes go with these windows: they have to be read again."""
     lost = {write.path for window in ledger.windows() if window.key in keys for write in window.tables if write.rows}
     ledger.amend_tables(
         lambda known: [
-            state.with_gap(state.stage or "merge", f"{state.reason} Raw has been pruned meanwhile, so that it has to be read again.", 0)
+            state.with_gap(state.stage or "merge", f"{state.reason} Raw has been pruned since, so the table has to be read again.", 0)
             for state in known.values()
             if state.state == "error" and not state.left_out and ledger.lake.raw(state.location) in lost
         ]
@@ -79,7 +79,7 @@ def _give_up_those_in_error(ledger: Ledger, keys: Collection[str]) -> None:
 
 
 def _for_each(lake: Lake, locations: Iterable[TableName], work: Callable[[TableName], int], refused: Refused) -> int:
-    """Do the same for each location, and add up what it gives; a table that fails by its own fault goes to `refused`."""
+    """Do `work` for each location and return the sum of its results; the error of a table that fails by its own fault goes to `refused`."""
     total = 0
     for location in locations:
         try:
@@ -106,7 +106,7 @@ def _needs_raw(state: TableState) -> bool:
 
 
 def _drop_windows(lake: Lake, uri: str, spans: Iterable[Window]) -> int:
-    """Take the partitions of pruned windows out of one raw table; returns how many files it named fewer."""
+    """Remove the partitions of pruned windows from one raw table; return how many files it no longer names."""
     dropped = 0
     with lake_errors(uri):
         for span in spans:
@@ -130,16 +130,16 @@ def _drop_windows(lake: Lake, uri: str, spans: Iterable[Window]) -> int:
 
 
 def forget(lake: Lake, ledger: Ledger, older_than: datetime, refused: Refused = raised) -> int:
-    """Drop snapshot generations that no table goes by any more, and what the ledger has of them and of publishes from before `older_than`.
+    """Drop snapshot generations that no table uses any more, and old ledger records; return how many generations were dropped.
 
-    The newest publish always stays, and so does what was written in the last day: no table names a snapshot yet that is just beginning.
-    Returns how many generations went. Raises LakeError.
+    The records are those of these generations and of publishes before `older_than`. The newest publish always stays. So does what was
+    written in the last day, because no table names a snapshot yet that is just beginning. Raises LakeError.
     """
     before = min(older_than, datetime.now(UTC) - _READERS)
     ledger.forget(older_than, before)
 
     def one(location: TableName) -> int:
-        # In this order: a reading is in the ledger before its first row is in the snapshot.
+        # Snapshots first, then the ledger: a generation is in the ledger before its first row is in the snapshot.
         found = generations(lake, location)
         named = {name for state in ledger.tables().values() for name in (state.generation, state.reading, state.published)}
         gone = found - ledger.generations(location) - named
@@ -150,9 +150,9 @@ def forget(lake: Lake, ledger: Ledger, older_than: datetime, refused: Refused = 
 
 
 def compact(lake: Lake, locations: Iterable[TableName], refused: Refused = raised) -> int:
-    """Join the small files of each partition of the raw and snapshot tables at `locations`; returns how many files there are fewer.
+    """Join the small files of each partition of the raw and snapshot tables at `locations`; return by how many files there are fewer.
 
-    A partition that is being written to meanwhile is left for the next time. Raises LakeError.
+    A table with a conflicting commit by another process is left for the next call. Raises LakeError.
     """
     return _for_each(
         lake,
@@ -181,13 +181,13 @@ def _compact(lake: Lake, uri: str, partition: str) -> int:
 
 
 def locations(lake: Lake) -> list[TableName]:
-    """Where tables stand, those included that another one of their name has followed. Raises LakeError."""
+    """Return the locations of all tables in the lake, also of tables that another one of the same name has replaced. Raises LakeError."""
     with lake_errors(lake.uri):
         return sorted({*stored(lake, "raw"), *stored(lake, "snapshot")})
 
 
 def _with_small_files(table: DeltaTable, partition: str) -> list[str]:
-    """The partitions that have two files or more which could be one."""
+    """The partitions that have at least two small files."""
     files = pa.table(table.get_add_actions(flatten=True)).select([f"partition.{partition}", "size_bytes"])
     small = files.filter(pc.field("size_bytes") < _FILE_BYTES // 2)
     counts = small.group_by(f"partition.{partition}").aggregate([("size_bytes", "count")]).to_pylist()
@@ -195,10 +195,10 @@ def _with_small_files(table: DeltaTable, partition: str) -> list[str]:
 
 
 def vacuum(lake: Lake, ledger: Ledger, readers: timedelta = _READERS, writers: timedelta = _WRITERS, refused: Refused = raised) -> int:
-    """Remove the files of raw, snapshots and ledger that no version needs; returns how many.
+    """Remove the files of raw, snapshots and ledger that no version needs; return how many.
 
-    Those taken out of a table go once they have been out for longer than `readers`. Those that never were in one, left behind by a process
-    that died, go when they are older than `writers`; while a window is prepared or read ahead none does, since it may name them.
+    A file that was removed from a table is deleted after more than `readers`. A file that was never in one, left behind by a process that
+    died, is deleted when it is older than `writers`, but not while a window is prepared or a plan is being read, since these may name it.
     Raises LakeError.
     """
 

@@ -1,4 +1,4 @@
-"""Parquet files in a lake: written with types that every reader of Delta takes, and on disk when they are done."""
+"""Write Parquet files in a lake, with types that every Delta reader takes, and make sure that they are on disk."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _MOST_TEXT = 3 << 29  # bytes of text in one array: its offsets have 31 bits
 
 
 def plain_type(arrow: pa.DataType) -> pa.DataType:
-    """`arrow` as Delta has it: no views, large or dictionary types, timestamps in microseconds, zoned ones in UTC."""
+    """Return `arrow` as a type that Delta has: no views, large or dictionary types; timestamps in microseconds, zoned ones in UTC."""
     if pa.types.is_string_view(arrow) or pa.types.is_large_string(arrow):
         return pa.string()
     if pa.types.is_binary_view(arrow) or pa.types.is_large_binary(arrow):
@@ -41,14 +41,14 @@ def plain_type(arrow: pa.DataType) -> pa.DataType:
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """`schema` with every type plain, every column nullable and no metadata."""
+    """Return `schema` with every type plain, every column nullable and no metadata."""
     return pa.schema([pa.field(field.name, plain_type(field.type)) for field in schema])
 
 
 def plain_tables(rows: pa.Table, schema: pa.Schema) -> Iterator[pa.Table]:
-    """`rows` with the types of `schema`, which is their plain one; in several pieces where one column holds more than 1.5 GiB of text.
+    """Yield `rows` cast to `schema`, their plain schema; in several pieces if a column holds more than 1.5 GiB of text.
 
-    Text that was a view into a larger buffer is copied out of it, so that the buffer can go.
+    Text that is a view into a larger buffer is copied, so that the buffer can be freed.
     """
     if rows.num_rows > 1 and any(_text_bytes(column) > _MOST_TEXT for column in rows.columns):
         half = rows.num_rows // 2
@@ -67,16 +67,16 @@ def _text_bytes(column: pa.ChunkedArray) -> int:
 
 
 def _viewed_bytes(views: pa.Array) -> int:
-    """The length of all that an array of views shows: each view is 16 bytes and begins with its length. No kernel of Arrow adds these."""
+    """The total length of an array's views: each is 16 bytes and begins with its length. Arrow has no kernel that adds these."""
     lengths = np.frombuffer(views.buffers()[1], dtype="<i4")[4 * views.offset : 4 * (views.offset + len(views)) : 4]
     return int(lengths.sum(dtype="i8"))
 
 
 class ParquetFile:
-    """One Parquet file being written at `path` from the lake's root; it counts only once a Delta commit names it.
+    """A Parquet file being written at `path`, relative to the lake's root. It counts only once a Delta commit names it.
 
-    `write` adds a row group or several, `close` finishes it, `discard` takes it away again. `statistics` are columns of numbers that are
-    never null, whose smallest and largest values go with it. Not for several threads at once.
+    `write` adds one or more row groups, `close` finishes the file, `discard` removes it. `statistics` are columns of integers that are
+    never null; their smallest and largest values go into Delta's statistics. Only one thread at a time may use it.
     """
 
     def __init__(self, lake: Lake, path: str, schema: pa.Schema, statistics: Sequence[str] = ()) -> None:
@@ -94,17 +94,17 @@ class ParquetFile:
             schema,
             compression="zstd",
             compression_level=1,
-            # Dictionaries take twice the time to write, and with zstd behind them save nothing (measured).
+            # Dictionaries take twice the time to write, and save nothing when zstd follows (measured).
             use_dictionary=False,
             write_statistics=list(self._statistics) or False,  # pyright: ignore[reportArgumentType]
             store_decimal_as_integer=True,
             store_schema=False,
-            # A bit that turned over on a disk is an error then; without, half of them are read as other values (tried).
+            # A bit that flipped on the disk is then an error; without checksums half of them are read as other values (tried).
             write_page_checksum=True,
         )
 
     def write(self, rows: pa.Table) -> None:
-        """Add `rows`, which have the file's schema."""
+        """Write `rows`, which have the file's schema."""
         if rows.num_rows == 0:
             return
         self._writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
@@ -117,7 +117,7 @@ class ParquetFile:
             self._limits[name] = (min(least, before[0]), max(most, before[1]))
 
     def close(self, folder: str) -> FileWrite:
-        """Finish the file and make sure it is on disk; what is returned has its path from `folder`, the Delta table's own."""
+        """Finish the file, make sure that it is on disk, and return it with its path relative to `folder`, the Delta table's folder."""
         self._writer.close()
         self.size = self._stream.tell()
         self._stream.close()
@@ -131,7 +131,7 @@ class ParquetFile:
         return FileWrite(path=self.path.removeprefix(folder + "/"), size=self.size, rows=self.rows, stats=json.dumps(stats))
 
     def discard(self) -> None:
-        """Stop writing and take away what there is of the file."""
+        """Stop writing and remove the file."""
         with suppress(OSError, pa.ArrowException):
             self._writer.close()
             self._stream.close()
@@ -139,18 +139,18 @@ class ParquetFile:
 
 
 def discard_file(lake: Lake, path: str) -> None:
-    """Remove a file that no commit names, as far as that is possible: vacuum takes what stays behind."""
+    """Remove a file that no commit names. Errors are ignored: vacuum removes what is left behind."""
     with suppress(OSError, pa.ArrowException):
         remove_file(lake.uri, path)
 
 
 def new_file_name() -> str:
-    """A name that no other file has."""
+    """Return a unique name for a Parquet file."""
     return f"part-{uuid.uuid4().hex}.zstd.parquet"
 
 
 def make_folder(lake: Lake, path: str) -> None:
-    """Make the folder `path` from the lake's root, and the lake itself, for good; an object store has none to make."""
+    """Create the folder `path`, relative to the lake's root, with its parents, and fsync them. Does nothing on an object store."""
     folder = Path(lake.uri) / path
     if not lake.is_local or folder.is_dir():
         return
@@ -161,10 +161,10 @@ def make_folder(lake: Lake, path: str) -> None:
 
 
 def flush(lake: Lake, paths: Iterable[str]) -> None:
-    """Make sure that the files at `paths`, from the lake's root, are on disk and their folders name them.
+    """Write the files at `paths`, relative to the lake's root, and their folders to disk (fsync).
 
-    An object store has done so when it answered. Locally a file that was only written can be lost with the machine's power, and the
-    source forgets what is confirmed.
+    An object store has done so when it answers. Locally a power failure can lose a file that was only written, and the source does not keep
+    what has been confirmed.
     """
     if not lake.is_local:
         return
@@ -184,12 +184,12 @@ def _sync(path: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    with suppress(OSError):  # not every file system can, nor may every folder above the lake be opened
+    with suppress(OSError):  # some file systems cannot, and a folder above the lake may not be readable
         _sync(path)
 
 
 def move(lake: Lake, source: str, target: str) -> None:
-    """Move a file inside the lake; done already when only `target` is there. An object store copies it on its side."""
+    """Move a file inside the lake. Does nothing if only `target` exists. An object store copies the file on the server."""
     fs = filesystem(lake.uri)
     there, moved = fs.get_file_info([source, target])
     if there.type == pafs.FileType.NotFound and moved.type != pafs.FileType.NotFound:
@@ -204,5 +204,5 @@ def move(lake: Lake, source: str, target: str) -> None:
 
 
 def add_action(file: FileWrite, partition: dict[str, str]) -> AddAction:
-    """The action of a Delta commit that makes `file` part of its table."""
+    """Return the Delta commit's action that adds `file` to its table."""
     return AddAction(file.path, file.size, partition, int(time.time() * 1000), True, file.stats)

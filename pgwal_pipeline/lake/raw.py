@@ -1,7 +1,7 @@
-"""Raw: every change of a table, append-only, one partition a window.
+"""Write raw: every change of a table, append-only, one partition per window.
 
-A window's Parquet files are written while the stream is read and belong to nothing at first. They count from the moment that the ledger
-names them (`prepared`), and `commit_window` then makes them part of their Delta tables, as often as it takes.
+A window's Parquet files are written while the stream is read; at first no Delta table names them. They count once the ledger names them
+(`prepared`). `commit_window` then adds them to their Delta tables; it may be repeated until it succeeds.
 """
 
 import json
@@ -60,13 +60,13 @@ _CONFIGURATION = {
     "delta.deletedFileRetentionDuration": "interval 1 days",
     "delta.logRetentionDuration": "interval 2 days",
 }
-_COLUMN_COST = 512  # bytes that an Arrow array takes besides what is in it, about
+_COLUMN_COST = 512  # bytes, about: what an Arrow array takes besides its values
 _LOOSE = 64
 _BY_NAME = Locations()
 
 
 class Changes(Protocol):
-    """Decoded changes of one table, as `decode.batch.TableChanges` has them."""
+    """Decoded changes of one table; `decode.batch.TableChanges` is one."""
 
     @property
     def relation(self) -> Relation:
@@ -75,43 +75,43 @@ class Changes(Protocol):
 
     @property
     def rows(self) -> pa.Table:
-        """The source's columns, and those of raw but the partition."""
+        """The changes, with the source's columns and those that raw adds, except the partition's."""
         ...
 
     @property
     def inserts(self) -> int:
-        """Rows that are inserts."""
+        """How many rows are inserts."""
         ...
 
     @property
     def updates(self) -> int:
-        """Rows that are updates."""
+        """How many rows are updates."""
         ...
 
     @property
     def deletes(self) -> int:
-        """Rows that are deletes."""
+        """How many rows are deletes."""
         ...
 
     @property
     def truncates(self) -> int:
-        """Rows that are truncations."""
+        """How many rows are TRUNCATEs."""
         ...
 
     @property
     def key_changes(self) -> int:
-        """Rows that hold the old key of an update."""
+        """How many rows hold the old key of an update."""
         ...
 
     @property
     def unchanged(self) -> bool:
-        """Whether any row left an unchanged TOAST value out."""
+        """Whether any row leaves out an unchanged TOAST value."""
         ...
 
 
 @dataclass(slots=True)
 class _Buffer:
-    """What a window has of one table: rows that wait, all of one schema, and files that are being written or done."""
+    """One table's part of a window: buffered rows, all of one schema, and files that are being written or done."""
 
     location: TableName
     table: TableName
@@ -127,22 +127,22 @@ class _Buffer:
     files: list[Future[FileWrite]] = field(default_factory=list)
 
     def take(self) -> list[pa.Table]:
-        """The rows that wait, which wait no longer."""
+        """Empty the buffer and return its rows."""
         taken = self.rows + self.loose
         self.rows, self.loose, self.bytes = [], [], 0
         return taken
 
 
 class WindowWriter:
-    """Writes the changes of one window to Parquet files in the raw tables' folders, which no commit names yet.
+    """Writes the changes of one window to Parquet files in the raw tables' folders; no commit names them yet.
 
-    At most about `budget` bytes of rows are held: the largest table's are written out first, while more are taken in. With `key`, which is
-    the window's, files are put into its partition's folder at once; without, `commit_window` moves them there. `expected` are the schemas
-    that raw tables will have, by their addresses, where windows before this one are not committed yet. For one thread; as a context
-    manager it takes its files away again when the block fails. Its methods raise LakeError where the lake cannot be written.
+    It holds at most about `budget` bytes of rows, and writes out the largest table first, while it takes in more. With the window's `key`
+    the files go straight into its partition's folder; without it `commit_window` moves them there. `expected` are the schemas that raw
+    tables, by their paths, will have once earlier windows are committed. Only one thread may use a writer. As a context manager it removes
+    its files when the block fails. Its methods raise LakeError if the lake cannot be written.
 
-    `locations` says where each table stands; tables are told apart by that. What is one table's own fault leaves that table out of the
-    window and goes into `refused`, by location; the others go on.
+    `locations` gives each table's location in the lake, by which tables are told apart. An error that is one table's own fault leaves that
+    table out of the window and goes into `refused`, by location; the other tables go on.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class WindowWriter:
             self.abandon()
 
     def add(self, changes: Changes) -> None:
-        """Take rows in; those of a table that was refused are dropped."""
+        """Add rows to the window. Rows of a refused table are dropped."""
         location, table = self._places.find(changes.relation)
         if location not in self.refused:
             self._for_one(location, table, changes.relation.oid, lambda: self._take(changes, location, table))
@@ -180,16 +180,16 @@ class WindowWriter:
 
     @property
     def held(self) -> int:
-        """About how many bytes of rows wait or are being written."""
+        """About how many bytes of rows are buffered or being written."""
         return self._waiting + sum(size for _, size in self._under_way.values())
 
     def refuse(self, location: TableName, error: TableError) -> None:
-        """Leave a table out of the window, and take its files away."""
+        """Leave a table out of the window, and remove its files."""
         self.refused.setdefault(location, error)
         self._drop(location)
 
     def _for_one(self, location: TableName, table: TableName, oid: int, work: Callable[[], object]) -> None:
-        """Do work for one table; refuse it where that fails by its own fault."""
+        """Do work for one table, and refuse the table if the work fails by its own fault."""
         try:
             with table_work(self._lake, table, "write", oid=oid):
                 work()
@@ -220,7 +220,10 @@ class WindowWriter:
             buffer.loose = []
 
     def finish(self) -> tuple[TableWrite, ...]:
-        """Write out what waits; the files are on disk then, and the caller's. Returns what each table got, in the names' order."""
+        """Write out the buffered rows, and return what each table got, in the order of the names.
+
+        The files are on disk then, and the writer does not remove them any more.
+        """
         writes: list[TableWrite] = []
 
         def whole(buffer: _Buffer) -> None:
@@ -234,12 +237,12 @@ class WindowWriter:
         return tuple(writes)
 
     def cut(self, lsn: int) -> None:
-        """Give up the rows of transactions with a commit LSN from `lsn` on, be they in files already."""
+        """Drop the rows of transactions with a commit LSN of `lsn` or later, also from files that are written."""
         self._for_each(self._flush)
         self._for_each(lambda buffer: self._cut_files(buffer, lsn))
 
     def _for_each(self, work: Callable[[_Buffer], None]) -> None:
-        """Do the same for each table, in the locations' order."""
+        """Do the same for each table, in the order of their locations."""
         for location, buffer in sorted(self._buffers.items()):
             self._for_one(location, buffer.table, buffer.oid, partial(work, buffer))
 
@@ -259,13 +262,13 @@ class WindowWriter:
         )
 
     def abandon(self) -> None:
-        """Stop, and take away the files that were written."""
+        """Stop writing, and remove the files that were written."""
         self._pool.shutdown(cancel_futures=True)
         for location in list(self._buffers):
             self._drop(location)
 
     def _buffer(self, changes: Changes, location: TableName, table: TableName) -> _Buffer:
-        """The buffer of `table`, ready for rows of the schema that `changes` has."""
+        """The buffer of `table`, ready for rows with the schema of `changes`."""
         arrow = plain_schema(changes.rows.schema)
         buffer = self._buffers.get(location)
         if buffer is not None and arrow.equals(buffer.arrow):
@@ -283,7 +286,7 @@ class WindowWriter:
         return buffer
 
     def _make_room(self) -> None:
-        """Write the largest tables out: from half of the budget on beside what goes on, and waiting for it once the budget is used up."""
+        """Write out the largest tables: in the background from half of the budget on, and wait once the budget is used up."""
         while self._waiting > self._budget // 2:
             location, buffer = max(self._buffers.items(), key=lambda item: item[1].bytes)
             self._for_one(location, buffer.table, buffer.oid, partial(self._flush, buffer))
@@ -293,14 +296,14 @@ class WindowWriter:
                 self._end(file)
 
     def _end(self, file: Future[FileWrite]) -> None:
-        """Take in how the writing of a file ended; refusing its table takes the table's other files out of those under way."""
+        """Check how the writing of a file ended. If it failed and its table is refused, the table's other files are no longer under way."""
         location, _ = self._under_way.pop(file, (None, 0))
         buffer = None if location is None else self._buffers.get(location)
         if location is not None and buffer is not None:
             self._for_one(location, buffer.table, buffer.oid, file.result)
 
     def _flush(self, buffer: _Buffer) -> None:
-        """Have one file written with the rows of a table that wait."""
+        """Start to write a table's buffered rows to one file."""
         if not buffer.bytes:
             return
         buffer.schema, named = _fit(buffer)
@@ -312,7 +315,7 @@ class WindowWriter:
         buffer.files.append(file)
 
     def _drop(self, location: TableName) -> None:
-        """Give up what the window has of a table, and take its files away."""
+        """Drop a table's rows from the window, and remove its files."""
         buffer = self._buffers.pop(location, None)
         if buffer is None:
             return
@@ -324,7 +327,7 @@ class WindowWriter:
 
 
 def _fit(buffer: _Buffer) -> tuple[Schema, pa.Schema]:
-    """The Delta schema with which the table takes the buffer's rows beside what it has, and the names that the rows get for it."""
+    """The Delta schema that the table needs to take the buffer's rows, and the schema of those rows with the names they get there."""
     has = buffer.schema or buffer.standing.result() or Schema([])
     named = fitted(has, buffer.arrow)
     return Schema([*has.fields, *missing_fields(has, partitioned_schema(named, WINDOW))]), named
@@ -350,7 +353,10 @@ def _write_file(lake: Lake, path: str, folder: str, schema: pa.Schema, rows: lis
 
 
 def _cut_file(lake: Lake, folder: str, file: FileWrite, lsn: int) -> tuple[FileWrite | None, Counter[str]]:
-    """A file without its rows from a commit LSN on, and what these were by their `_pgwal_op`; None where nothing else was in it."""
+    """Rewrite a file without the rows from commit LSN `lsn` on; return it and the dropped rows' count by `_pgwal_op`.
+
+    The file is None if no row is left.
+    """
     if json.loads(file.stats)["maxValues"].get(COMMIT_LSN, 0) < lsn:
         return file, Counter()
     path = f"{folder}/{file.path}"
@@ -372,9 +378,9 @@ def _finished(file: FileWrite) -> Future[FileWrite]:
 
 
 def ensure_raw_table(lake: Lake, location: TableName, rows: pa.Schema) -> str:
-    """Make the raw table at `location` where it is missing, with the columns of `rows`, its decoded changes' schema; returns its address.
+    """Make sure that the raw table of `location` exists with the columns of `rows`, the schema of its decoded changes; return its path.
 
-    Columns that an existing one lacks are added; one that it has with another type gets a column beside.
+    Missing columns are added. A column that exists with another type gets a second column for the new type.
     """
     path = lake.raw(location)
     wanted = partitioned_schema(fitted(_standing_schema(lake, path) or Schema([]), plain_schema(rows)), WINDOW)
@@ -386,11 +392,11 @@ def ensure_raw_table(lake: Lake, location: TableName, rows: pa.Schema) -> str:
 
 
 def commit_window(lake: Lake, key: str, writes: Iterable[TableWrite]) -> dict[str, TableError]:
-    """Make a window's files part of their raw tables, one commit a table, tables made and widened as they need it.
+    """Commit a window's files to their raw tables, one commit per table; tables are created and get new columns as needed.
 
-    What has been committed already is left alone, so this may be done again after a crash, with the writes from the ledger's record, and
-    by two at once. Returns the tables whose own fault it is that they could not be committed, by their addresses. Raises FileGone where a
-    file is not there, LakeError where the lake cannot be written, ValueError where `key` is not a window's.
+    Skips what has been committed already: it may be called again after a crash, with the writes from the ledger's record, and by two
+    processes at once. Returns the errors of tables that could not be committed by their own fault, by the tables' paths. Raises FileGone if
+    a file is missing, LakeError if the lake cannot be written, ValueError if `key` is not a window's key.
     """
     parse_window_key(key)
 
@@ -420,7 +426,7 @@ def _commit_table(lake: Lake, key: str, write: TableWrite) -> None:
                 return
             actions = [add_action(file, {WINDOW: key}) for file in _in_place(lake, key, write)]
             try:
-                # The marker makes the slower of two that commit the same window look again, and find it there.
+                # With the marker the slower of two processes that commit the same window fails, checks again and finds the window.
                 commit(lake, write.path, table, actions, partition_by=[WINDOW], marker=Transaction(_MARKER, table.version()))
             except CommitFailedError:
                 table.update_incremental()
@@ -435,7 +441,7 @@ def _has_window(table: DeltaTable, key: str) -> bool:
 
 
 def _in_place(lake: Lake, key: str, write: TableWrite) -> list[FileWrite]:
-    """The files of a window, each in its partition's folder, where readers look that go by the folders' names."""
+    """The files of a window, each moved to its partition's folder, since some readers take the partition from the folder's name."""
     folder = lake.relative(write.path)
     files = []
     for file in write.files:
@@ -447,7 +453,7 @@ def _in_place(lake: Lake, key: str, write: TableWrite) -> list[FileWrite]:
     for file, info in zip(files, found, strict=True):
         if info.type != pafs.FileType.File or info.size != file.size:
             raise FileGone(
-                f"The file {file.path} of table {write.table} in window {key} is gone from {write.path} before it became part of raw; "
+                f"The file {file.path} of table {write.table} in window {key} is missing from {write.path} and was not committed to raw; "
                 f"restore it, or run `pgwal drain`, which reads the window again."
             )
     return files

@@ -1,4 +1,4 @@
-"""What the ledger writes down, as plain frozen records.
+"""The ledger's records, as frozen dataclasses.
 
 LSNs are integers, times are aware datetimes in UTC, paths are absolute or full URIs.
 """
@@ -22,16 +22,16 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 3600.0  # seconds
 
 
 def pause_after(failures: int) -> timedelta:
-    """How long work for a table that failed `failures` times one after another is left alone: not at all at first, an hour at most."""
+    """Return the pause before work for a table is tried again after `failures` failures in a row: none after the first, at most an hour."""
     return timedelta(seconds=0 if failures < 2 else min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(failures - 2, 20)))
 
 
 @dataclass(frozen=True, slots=True)
 class FileWrite:
-    """A Parquet file that is written but that no Delta commit names yet.
+    """A Parquet file that is written but not yet named by a Delta commit.
 
-    `path` is given from its Delta table's folder, `size` is in bytes, `stats` is what Delta keeps of a file: JSON with its rows, and the
-    smallest and the largest values.
+    `path` is relative to its Delta table's folder, `size` is in bytes. `stats` are Delta's file statistics: JSON with the number of rows
+    and the smallest and largest values.
     """
 
     path: str
@@ -42,10 +42,10 @@ class FileWrite:
 
 @dataclass(frozen=True, slots=True)
 class TableWrite:
-    """What a window brings to one raw table: all that is needed to commit it, making or widening the Delta table included.
+    """One table's part of a window: all that is needed to commit it to raw, and to create the raw table or add columns to it.
 
-    `table` is the quoted name by then, `path` the raw table's address, `schema_json` the Delta schema its files have together. `rows` are
-    those of raw; a key change is two of them, one `K` and one `U`. `unchanged` says whether any row left an unchanged TOAST value out.
+    `table` is the quoted name at that time, `path` the raw table's path, `schema_json` the Delta schema that its files have together.
+    `rows` counts rows of raw: a key change is two, one `K` and one `U`. `unchanged`: whether any row leaves out an unchanged TOAST value.
     """
 
     table: str
@@ -65,10 +65,10 @@ class TableWrite:
 class Window:
     """The changes of the transactions with `start_lsn <= commit LSN < end_lsn`, drained on one slot.
 
-    `prepared`: the files are durable and named here, the raw tables may lack them still. `complete`: every raw table has them, and `tables`
-    names no files any more. `pruned`: raw has them no longer; one such record may stand for several windows that follow one another. An
-    empty window (`start_lsn == end_lsn`) is where a slot began. `bytes` is what the server sent, `seconds` is by stage, xids have 32 bits.
-    `marks` are its last transactions with a change, in the order of their commits: a source that sends others there is not the same.
+    `prepared`: the files are durable and named here; the raw tables may still lack them. `complete`: every raw table has them, and `tables`
+    names no files any more. `pruned`: raw no longer has them; one such record may stand for several windows that follow one another. An
+    empty window (`start_lsn == end_lsn`) is where a slot began. `bytes` is what the server sent, `seconds` are by stage, xids have 32 bits.
+    `marks` are its last transactions with a change, in commit order: a source that sends other transactions there is not the same source.
     """
 
     key: str
@@ -89,10 +89,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A backlog cut into windows that are read side by side and count together, once all of them have been read.
+    """A backlog cut into windows that are read side by side. They count together, once all of them have been read.
 
-    They follow one another from `start_lsn` on and end at `ends`; a plan without any was given up. `ended` is what
-    `pg_current_snapshot()` said when the last end was chosen.
+    They follow one another from `start_lsn` on and end at `ends`; a plan with no `ends` was given up. `ended` is the result of
+    `pg_current_snapshot()` when the last end was chosen.
     """
 
     start_lsn: int
@@ -102,23 +102,23 @@ class Plan:
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Start and end of each window."""
+        """Start and end LSN of each window."""
         return tuple(zip((self.start_lsn, *self.ends[:-1]), self.ends, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class TableState:
-    """Where one table stands. In the ledger a name that a table had before stands as `renamed`.
+    """The state of one table. A name that a table had before has a record of its own in the ledger, with state `renamed`.
 
-    `generation` is the snapshot in force, `reading` the one under way, `published` the one that `current` is built on. The table may be
+    `generation` is the snapshot in force, `reading` the one being read, `published` the one that `current` is built on. The table may be
     read once every transaction older than `joined_xid` (64 bits) has ended, and published once the frontier has passed `required_lsn`.
-    `storage` is how the table was stored at the last look, `dropped` the columns that are gone since.
-    `kept_as` is its location in the lake, None where that is its name, and `earlier` are the oids of tables that stood there before it.
+    `storage` is how the table was stored in its last catalog entry, `dropped` are the columns dropped since. `kept_as` is its location in
+    the lake, None if that is its name; `earlier` are the oids of tables that had that location before it.
 
-    Of a table in `error`, `stage` is the work that failed (`lake.faults.STAGES`), `gap_lsn` where its changes begin to be missing from raw,
-    None where raw has them all, `failures` how often the work failed one after another, and `retry_at` from when on it may be tried again
-    by itself. `rereads` counts how often it was read again by itself for an error (PGWAL_ON_TABLE_ERROR). `raw_from` is
-    the LSN from which on raw has the table's changes whole; 0 where it always had.
+    For a table in `error`: `stage` is the work that failed (`lake.faults.STAGES`), `gap_lsn` is where its changes begin to be missing from
+    raw (None if raw has them all), `failures` is how often the work failed in a row, and `retry_at` is when it may be tried again
+    automatically. `rereads` counts how often it was read again automatically for an error (PGWAL_ON_TABLE_ERROR). From LSN `raw_from` on
+    raw has all of the table's changes; 0 if it always had.
     """
 
     table: TableName
@@ -150,50 +150,50 @@ class TableState:
 
     @property
     def location(self) -> TableName:
-        """What its Delta tables are called in the lake: the name under which it was first met, as a rule."""
+        """The table's location in the lake, as a name: usually the name that the table had first."""
         return self.kept_as or self.table
 
     @property
     def followed(self) -> bool:
-        """Whether the table's changes are wanted: it is published, and nothing speaks against it."""
+        """Whether the pipeline takes the table's changes: it is in the publication and not skipped."""
         return self.state not in ("skipped", "gone")
 
     @property
     def left_out(self) -> bool:
-        """Whether the drain leaves the table's changes out: it could not take them once, and the table has a gap since."""
+        """Whether the drain leaves out the table's changes: it is in `error` and has a gap."""
         return self.state == "error" and self.gap_lsn is not None
 
     @property
     def barred(self) -> bool:
-        """Whether the role may not read the table, as far as the last attempt found; raw has its changes."""
+        """Whether the role was not allowed to read the table at the last attempt; raw has its changes."""
         return self.state == "error" and self.stage == "access" and not self.left_out
 
     def due(self, now: datetime) -> bool:
-        """Whether work that failed may be tried again by now."""
+        """Return whether work that failed may be tried again at `now`."""
         return self.retry_at is not None and self.retry_at <= now
 
     def failed(self, stage: str, reason: str, now: datetime) -> "TableState":
-        """The table in `error`. What is tried again by itself is so at once the next time, then with pauses that grow."""
+        """Return the table in `error`. The first automatic retry may come at once, later ones after pauses that grow."""
         failures = self.failures + 1
         return replace(self, state="error", stage=stage, reason=reason, failures=failures, retry_at=now + pause_after(failures))
 
     def with_gap(self, stage: str, reason: str, lsn: int) -> "TableState":
-        """The table in `error`, its changes left out of raw from `lsn` on: it has to be read again before it can be published."""
+        """Return the table in `error` with a gap in raw from `lsn` on: it has to be read again before it can be published."""
         gap = lsn if self.gap_lsn is None else min(lsn, self.gap_lsn)
         unread = replace(self, generation=None, reading=None, published=None, gap_lsn=gap)
         return unread.failed(stage, reason, datetime.now(UTC))
 
     def mended(self) -> "TableState":
-        """The same without any trace of an error; its state is for the caller to set."""
+        """Return the table without any trace of an error. The caller has to set its state."""
         return replace(self, reason=None, stage=None, gap_lsn=None, failures=0, retry_at=None)
 
     @property
     def is_read(self) -> bool:
-        """Whether some of the table's rows have been read already."""
+        """Whether a snapshot of the table has been read or is being read."""
         return self.generation is not None or self.reading is not None
 
     def called(self, name: TableName) -> "TableState":
-        """The same table under another name; where it stands in the lake stays."""
+        """Return the same table under another name; its location in the lake does not change."""
         relation = None if self.relation is None else replace(self.relation, table=name)
         return replace(self, table=name, kept_as=self.location, relation=relation)
 
@@ -202,12 +202,11 @@ class TableState:
 class Chunk:
     """One range of a table's key in a snapshot, `lower < key <= upper`; a bound has the key's columns as Postgres's text, or is None.
 
-    `table` is the table's location in the lake, which its name was as a rule.
+    `table` is the table's location in the lake. Two equal bounds mean one key that is read again by itself (`single`). For a table without
+    a key the range is one of row addresses (`ctid`).
 
-    Two equal bounds are a key that is read again by itself (`single`). Of a table without a key it is a range of row addresses.
-
-    `attempt` is None until the range has been read; only the snapshot rows of that attempt count. `snapshot` is what
-    `pg_current_snapshot()` said in the reading transaction, `insert_lsn` the WAL's end after it; `bytes` came from the server.
+    `attempt` is None until the range has been read; only the snapshot rows of that attempt count. `snapshot` is the result of
+    `pg_current_snapshot()` in the reading transaction, `insert_lsn` the WAL insert LSN after it, `bytes` is what the server sent.
     """
 
     table: TableName
@@ -224,7 +223,7 @@ class Chunk:
 
     @property
     def single(self) -> bool:
-        """Whether it is one key."""
+        """Whether the range is one key."""
         return self.lower is not None and self.lower == self.upper
 
 
@@ -238,7 +237,7 @@ class TablePointer:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """The LSN at which all of `current` stands, with the Delta version of each table."""
+    """The LSN that all `current` tables stand at, with the Delta version of each."""
 
     lsn: int
     published_at: datetime
@@ -247,9 +246,9 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The database that a lake is built from, and by which publication and slot.
+    """The database that a lake is built from, with the publication and the slot.
 
-    `publication_oid` is 0 while it is not known.
+    `publication_oid` is 0 while it is unknown.
     """
 
     system_identifier: int
@@ -262,13 +261,13 @@ class Source:
 
 
 def relation_to_json(relation: Relation) -> str:
-    """`relation` as JSON text that `relation_from_json` reads back equal."""
+    """Return `relation` as JSON text, which `relation_from_json` turns back into an equal relation."""
     return json.dumps(asdict(relation), ensure_ascii=False)
 
 
 @lru_cache(maxsize=4096)  # each write of the ledger reads those of all tables
 def relation_from_json(text: str) -> Relation:
-    """The relation that `relation_to_json` wrote, with the defaults for fields it did not know yet and without those it knew alone."""
+    """Return the relation that any version of `relation_to_json` wrote: missing fields get their defaults, unknown ones are ignored."""
     found = json.loads(text)
     columns = tuple(Column(**_known(Column, column, type=_type_from(column["type"]))) for column in found["columns"])
     return Relation(**_known(Relation, found, table=TableName(**found["table"]), columns=columns, key=tuple(found["key"])))

@@ -1,4 +1,4 @@
-"""The ledger's records as Arrow rows and back, a column at a time."""
+"""Convert the ledger's records to Arrow rows and back, a column at a time."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -50,7 +50,7 @@ _COUNTS = ("rows", "inserts", "updates", "deletes", "truncates", "key_changes", 
 
 SOURCE = pa.schema(
     [
-        ("system_identifier", pa.string()),  # 64 bits without a sign
+        ("system_identifier", pa.string()),  # an unsigned 64-bit number
         ("timeline", pa.int64()),
         ("database_oid", pa.int64()),
         ("database", pa.string()),
@@ -131,17 +131,17 @@ PUBLISHES = pa.schema(
 
 
 def source_rows(source: Source, now: datetime) -> pa.Table:
-    """One row of SOURCE."""
+    """Return a source as one row of SOURCE."""
     return pa.Table.from_pylist([_fields(source) | {"system_identifier": str(source.system_identifier), "at": now}], SOURCE)
 
 
 def sources(rows: pa.Table) -> list[Source]:
-    """The sources in `rows`, in their order."""
+    """Return the sources in `rows`, in their order."""
     return [Source(**_known(Source, row, system_identifier=int(row["system_identifier"]))) for row in _records(rows)]
 
 
 def window_rows(windows: Iterable[Window], lake: Lake, now: datetime) -> pa.Table:
-    """Rows of WINDOWS; paths are given from the lake's root. Files stand in those of prepared windows only."""
+    """Return windows as rows of WINDOWS. Paths are relative to the lake's root; only prepared windows keep their files."""
     return pa.Table.from_pylist([_window_row(window, lake) | {"at": window.at or now} for window in windows], WINDOWS)
 
 
@@ -161,7 +161,7 @@ def _window_row(window: Window, lake: Lake) -> dict[str, Any]:
 
 
 def windows(rows: pa.Table, lake: Lake) -> list[Window]:
-    """The windows in `rows`, in their order."""
+    """Return the windows in `rows`, in their order."""
     plain = rows.drop_columns(["tables"])
     return [
         Window(**_known(Window, row, seconds=dict(row["seconds"] or ()), marks=_marks(row["marks"]), tables=writes))
@@ -174,7 +174,7 @@ def _marks(found: Sequence[Mapping[str, int]] | None) -> tuple[TransactionMark, 
 
 
 def _writes(lists: pa.ListArray, lake: Lake) -> Iterator[tuple[TableWrite, ...]]:
-    """The table writes of each window. There are many of them, so a value of each field is made at a time rather than a dict of each."""
+    """The table writes of each window. As there are many, they are decoded field by field, without a dict for each."""
     found = lists.flatten()
     paths = {path: lake.absolute(path) for path in found.field("path").unique().to_pylist()}
     files = found.field("files")
@@ -194,28 +194,28 @@ def _writes(lists: pa.ListArray, lake: Lake) -> Iterator[tuple[TableWrite, ...]]
 
 
 def plan_rows(plan: Plan, now: datetime) -> pa.Table:
-    """One row of PLANS."""
+    """Return a plan as one row of PLANS."""
     return pa.Table.from_pylist([_fields(plan) | {"ends": list(plan.ends), "at": plan.at or now}], PLANS)
 
 
 def plans(rows: pa.Table) -> list[Plan]:
-    """The plans in `rows`, in their order."""
+    """Return the plans in `rows`, in their order."""
     return [Plan(**_known(Plan, row, ends=tuple(row["ends"] or ()))) for row in _records(rows)]
 
 
 def read_rows(read: Read, lake: Lake, now: datetime) -> pa.Table:
-    """One row of READS; the window is a prepared one, so that its files stand in it."""
+    """Return a window that was read ahead as one row of READS. The window is a prepared one, so the row has its files."""
     return window_rows([read.window], lake, now).append_column("streamed", pa.array([read.facts.to_json()], pa.string()))
 
 
 def reads(rows: pa.Table, lake: Lake) -> list[Read]:
-    """The windows in `rows` that were read ahead, in their order."""
+    """Return the windows that were read ahead in `rows`, in their order."""
     texts = rows["streamed"].to_pylist()
     return [Read(window, StreamFacts.from_json(text)) for window, text in zip(windows(rows, lake), texts, strict=True)]
 
 
 def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:
-    """Rows of TABLES."""
+    """Return table states as rows of TABLES."""
     return pa.Table.from_pylist(
         [
             _fields(state)
@@ -236,7 +236,7 @@ def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:
 
 
 def states(rows: pa.Table) -> list[TableState]:
-    """The tables' states in `rows`, in their order, without the names that tables had before."""
+    """Return the table states in `rows`, in their order, without those in state `renamed`."""
     return [
         TableState(
             **_known(
@@ -260,12 +260,12 @@ def states(rows: pa.Table) -> list[TableState]:
 
 
 def chunk_rows(chunks: Iterable[Chunk], now: datetime) -> pa.Table:
-    """Rows of CHUNKS."""
+    """Return chunks as rows of CHUNKS."""
     return pa.Table.from_pylist([_fields(chunk) | {"table": str(chunk.table), "at": chunk.at or now} for chunk in chunks], CHUNKS)
 
 
 def chunks(rows: pa.Table) -> list[Chunk]:
-    """The chunks in `rows`, in their order."""
+    """Return the chunks in `rows`, in their order."""
     return [
         Chunk(**_known(Chunk, row, table=TableName.parse(row["table"]), lower=_bound(row["lower"]), upper=_bound(row["upper"])))
         for row in _records(rows)
@@ -277,13 +277,13 @@ def _bound(found: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def publish_rows(publish: Publish, lake: Lake) -> pa.Table:
-    """One row of PUBLISHES; paths are given from the lake's root."""
+    """Return a publish as one row of PUBLISHES. Paths are relative to the lake's root."""
     tables = [(str(table), {"path": lake.relative(pointer.path), "version": pointer.version}) for table, pointer in publish.tables.items()]
     return pa.Table.from_pylist([_fields(publish) | {"tables": tables}], PUBLISHES)
 
 
 def publishes(rows: pa.Table, lake: Lake) -> list[Publish]:
-    """The publishes in `rows`, in their order."""
+    """Return the publishes in `rows`, in their order."""
     return [
         Publish(
             lsn=row["lsn"],
@@ -305,7 +305,7 @@ def _known(record: Any, row: Mapping[str, Any], **changed: Any) -> dict[str, Any
 
 
 def _records(rows: pa.Table) -> Iterator[dict[str, Any]]:
-    """The rows as dicts; columns are turned into Python whole, which takes a fraction of the time that rows take."""
+    """The rows as dicts. Converting whole columns takes a fraction of the time of converting rows."""
     columns = [column.to_pylist() for column in rows.columns]
     names = rows.column_names
     return (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))

@@ -1,4 +1,4 @@
-"""Which columns a table of the lake has, and whether it can have them."""
+"""Choose the columns of the lake's tables, and check that a source table's columns can be kept there."""
 
 import json
 import re
@@ -25,7 +25,7 @@ _INNER = re.compile(
 
 
 def check_columns(relation: Relation) -> None:
-    """Raise TableError where a table's columns cannot stand in Delta beside each other and beside ours."""
+    """Raise TableError if two columns of a table differ only in case, or one is named like a column that the lake adds."""
     seen: dict[str, str] = {}
     for name in relation.column_names:
         twin = seen.setdefault(name.lower(), name)
@@ -50,9 +50,9 @@ def check_columns(relation: Relation) -> None:
 
 
 def check_old_keys(relation: Relation, rows: pa.Table) -> None:
-    """Raise TableError where an old row came without the key by which it is known; `rows` are those of raw.
+    """Raise TableError if an old row among `rows` of raw came without its key.
 
-    The key that a replica identity promises is never null, but the old rows of a partition are written by the partition's own.
+    A key from a replica identity is never null, but Postgres writes a partition's old rows by the partition's own replica identity.
     """
     if relation.replica_identity not in ("d", "i") or not any(rows[name].null_count for name in relation.key):
         return
@@ -68,20 +68,20 @@ def check_old_keys(relation: Relation, rows: pa.Table) -> None:
 
 
 def partitioned_schema(rows: pa.Schema, partition: str) -> Schema:
-    """The Delta schema of a table that takes rows of this plain schema and is partitioned by the string column `partition`."""
+    """Return the Delta schema of a table for rows of this plain schema, partitioned by the string column `partition`."""
     return Schema([*Schema.from_arrow(rows).fields, Field(partition, PrimitiveType("string"))])
 
 
 def schema_json(rows: pa.Schema) -> str:
-    """The Delta schema of rows, as Delta's log writes it, which Spark reads too."""
+    """Return the Delta schema of `rows` as JSON, in the form of Delta's log, which Spark reads too."""
     return Schema.from_arrow(plain_schema(rows)).to_json()
 
 
 def names_in_raw(name: str, kind: str | Mapping[str, Any]) -> Iterator[str]:
-    """The columns of raw that may have the values of type `kind` (as Delta's log writes it) of the source column `name`.
+    """Yield the names that raw may use for the source column `name` with type `kind` (as Delta's log writes it).
 
-    The first that nothing else has is taken: of another type, or under a name that differs only in case. The last has the bytes of the
-    name, so that nothing else ever has it.
+    The first is used that no other column has, neither with another type nor with a name that differs only in case. The last contains the
+    name's bytes in hex, so no other column ever has it.
     """
     yield name
     yield f"{RESERVED}{_tag(kind)}_{name}"
@@ -89,7 +89,7 @@ def names_in_raw(name: str, kind: str | Mapping[str, Any]) -> Iterator[str]:
 
 
 def fitted(has: Schema, rows: pa.Schema) -> pa.Schema:
-    """The schema `rows` with other names for the columns that `has` has with another type: every value stays in its own type."""
+    """Return the schema `rows` with new names for the columns that `has` has with another type, so that every value keeps its type."""
     known = {field.name.lower(): (field.name, _kind(field)) for field in has.fields}
     fields = []
     for number, field in enumerate(Schema.from_arrow(rows).fields):
@@ -100,7 +100,7 @@ def fitted(has: Schema, rows: pa.Schema) -> pa.Schema:
 
 
 def fits(has: Schema, wanted: Schema) -> bool:
-    """Whether a table with the columns of `has` takes those of `wanted` beside them under the names that they have."""
+    """Return whether a table with the columns of `has` can take those of `wanted` without a change of their names."""
     known = {field.name.lower(): (field.name, _kind(field)) for field in has.fields}
     return all(known.get(field.name.lower(), (field.name, _kind(field))) == (field.name, _kind(field)) for field in wanted.fields)
 
@@ -116,7 +116,7 @@ def _tag(kind: str | Mapping[str, Any]) -> str:
 
 
 def changed_type(table: TableName | str, clash: Clash) -> TableError:
-    """The error of a table whose column has another type than the Delta table of its rows."""
+    """Return the error for a table with a column whose type differs from the one in the lake."""
     return TableError(
         str(table),
         f"Table {table} cannot be followed: its column {clash.column!r} is {clash.has} in the lake and has become {clash.wanted}; "

@@ -1,7 +1,8 @@
-"""Snapshots: the rows of a table that were there before the stream, chunk by chunk.
+"""Write snapshots: the rows of a table that were there before the stream, chunk by chunk.
 
-One Delta table a source table, one partition a generation: a re-snapshot is a new generation beside the old one. Every row carries the
-attempt that wrote it, and only those count whose attempt the ledger names: a chunk that is read again after a crash leaves nothing to undo.
+There is one Delta table per source table, with one partition per generation: a new snapshot is a new generation beside the old one. Every
+row carries the attempt that wrote it, and counts only if the ledger names that attempt. So nothing has to be undone when a chunk is read
+again after a crash.
 """
 
 import json
@@ -33,7 +34,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 @dataclass(frozen=True, slots=True)
 class ChunkWrite:
-    """What an attempt at a chunk put into the lake: its rows, and the bytes of its files."""
+    """What an attempt at a chunk wrote to the lake: how many rows, and how many bytes of files."""
 
     rows: int
     bytes: int
@@ -42,8 +43,8 @@ class ChunkWrite:
 class SnapshotWriter:
     """Writes the chunks of one generation of one table. Threads may share it.
 
-    `location` is the table's where that is not its name. Raises TableError for a table that cannot stand in Delta, ValueError for a
-    generation that is not letters, digits, `_` and `-`.
+    `location` is the table's location, by default its name. Raises TableError for a table whose columns Delta cannot have, ValueError for a
+    generation with characters other than letters, digits, `_` and `-`.
     """
 
     def __init__(self, lake: Lake, relation: Relation, generation: str, location: TableName | None = None) -> None:
@@ -57,14 +58,14 @@ class SnapshotWriter:
         self._folder = lake.layer_path("snapshot", location or relation.table)
 
     def write(self, attempt: str, pieces: Iterable[pa.Table]) -> ChunkWrite:
-        """Write the rows of one attempt at a chunk, which have the source's columns and `_pgwal_text`, and commit them as one.
+        """Write the rows of one attempt at a chunk, with the source's columns and `_pgwal_text`, in one commit.
 
-        The pieces share one schema and are taken one by one; at most about 16 MB of them are held. On a failure nothing is committed.
-        Raises TableError where the snapshot table has a column with another type, LakeError where the lake cannot be written.
+        The pieces share one schema and are taken one by one; at most about 16 MB of them are held. After a failure nothing is committed.
+        Raises TableError if the snapshot table has a column with another type, LakeError if the lake cannot be written.
         """
         chunk = _ChunkFiles(self._lake, self._folder, f"{self._folder}/{GENERATION}={self._generation}", attempt)
         try:
-            for piece in pieces:  # what reading them raises is no fault of the lake
+            for piece in pieces:  # outside `lake_errors`: an error in reading the source is not the lake's
                 with lake_errors(self._uri):
                     chunk.add(piece)
             with lake_errors(self._uri):
@@ -77,7 +78,7 @@ class SnapshotWriter:
         return ChunkWrite(sum(file.rows for file in files), sum(file.size for file in files))
 
     def begin(self, schema: pa.Schema) -> None:
-        """Make the snapshot table with the columns of `schema`. One that has them with other types is emptied: the table was altered."""
+        """Create the snapshot table with the columns of `schema`, or add those it lacks. If a type differs (table altered), empty it."""
         rows = plain_schema(schema).append(pa.field(CHUNK, pa.string()))
         wanted = partitioned_schema(rows, GENERATION)
         with lake_errors(self._uri):
@@ -165,13 +166,13 @@ class _ChunkFiles:
 
 
 def generations(lake: Lake, location: TableName) -> set[str]:
-    """The generations that the snapshot at a location has rows of. Raises LakeError."""
+    """Return the generations that have rows in the snapshot table of that location. Raises LakeError."""
     found = open_table(lake, lake.snapshot(location))
     return set() if found is None else {partition[GENERATION] for partition in found.partitions()}
 
 
 def remove_generations(lake: Lake, location: TableName, gone: Collection[str]) -> None:
-    """Take the generations in `gone` out of the snapshot at a location; vacuum removes the files later. Raises LakeError."""
+    """Remove the generations in `gone` from the snapshot table of that location; vacuum removes the files later. Raises LakeError."""
     uri = lake.snapshot(location)
     if not gone:
         return

@@ -1,4 +1,4 @@
-"""Where a `current` table stands: read from its Delta log, without Spark."""
+"""Read the state of a `current` table from its Delta log, without Spark: version, watermark, generation, rows."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.layout import storage_options
 
 FENCE = "pgwal"
-"""The application id under which each commit notes the LSN that it brings the table to."""
+"""The Delta application id under which each commit records the LSN that it brings the table to."""
 
 GENERATION = "pgwal.generation"
 """The table property that names the snapshot on which the table is built."""
@@ -17,7 +17,7 @@ GENERATION = "pgwal.generation"
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a table stands: its newest Delta version, the LSN up to which it holds every transaction, and the columns that it has."""
+    """The state of a `current` table: its newest Delta version, its watermark (the LSN it stands at), and its columns."""
 
     version: int
     watermark: int
@@ -25,7 +25,7 @@ class Standing:
 
 
 def standing(path: str) -> Standing | None:
-    """Where the table at `path` stands; None where there is none that this pipeline made. Raises LakeError when it cannot be read."""
+    """Return the state of the table at `path`, None if there is none that this pipeline made. Raises LakeError if it cannot be read."""
     with lake_errors(path):
         try:
             table = DeltaTable(path, storage_options=storage_options(path))
@@ -36,7 +36,7 @@ def standing(path: str) -> Standing | None:
 
 
 def open_current(path: str, version: int | None = None) -> DeltaTable | None:
-    """The Delta table at `path`, None where there is none. Raises LakeError when it cannot be read."""
+    """Return the Delta table at `path`, None if there is none. Raises LakeError if it cannot be read."""
     with lake_errors(path):
         try:
             return DeltaTable(path, version=version, storage_options=storage_options(path))
@@ -45,32 +45,32 @@ def open_current(path: str, version: int | None = None) -> DeltaTable | None:
 
 
 def watermark(path: str) -> int | None:
-    """The LSN up to which the table at `path` holds every transaction; None where there is no table."""
+    """Return the watermark of the table at `path`, the LSN it stands at; None if there is no table."""
     table = open_current(path)
     return None if table is None else table.transaction_version(FENCE)
 
 
 def version(path: str) -> int:
-    """The newest Delta version of the table at `path`. Raises LakeError where there is none."""
+    """Return the newest Delta version of the table at `path`. Raises LakeError if there is none."""
     with lake_errors(path):
         return DeltaTable(path, storage_options=storage_options(path)).version()
 
 
 def generation(path: str) -> str | None:
-    """The snapshot on which the table at `path` is built; None where there is no table, or it does not say."""
+    """Return the snapshot generation on which the table at `path` is built; None if there is no table or it does not record one."""
     table = open_current(path)
     return None if table is None else table.metadata().configuration.get(GENERATION)
 
 
 def row_count(path: str, version: int | None = None) -> int:
-    """How many rows the table at `path` has, at a version of it or now. Raises LakeError where there is none."""
+    """Return how many rows the table at `path` has, at a version of it or now. Raises LakeError if there is none."""
     with lake_errors(path):
         table = DeltaTable(path, version=version, storage_options=storage_options(path))
         return QueryBuilder().register("t", table).execute("SELECT count(*) AS n FROM t").read_all()["n"][0].as_py()
 
 
 def written_rows(path: str) -> int:
-    """About how many rows the table at `path` has: deleted ones still count until they are written out. Costs a look at the log."""
+    """Return about how many rows the table at `path` has, from its log: deleted rows count until their files are rewritten."""
     table = open_current(path)
     if table is None:
         return 0
@@ -78,7 +78,7 @@ def written_rows(path: str) -> int:
 
 
 def last_output_rows(path: str) -> int:
-    """The rows that the newest commit wrote; 0 where it does not say."""
+    """Return how many rows the newest commit wrote, 0 if it does not record that."""
     with lake_errors(path):
         commits = DeltaTable(path, storage_options=storage_options(path)).history(1)
     return int(commits[0].get("operationMetrics", {}).get("numOutputRows", 0)) if commits else 0

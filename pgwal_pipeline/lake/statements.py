@@ -1,4 +1,4 @@
-"""The SQL that changes a `current` table, which is `t`. The source `s` of each MERGE is a view of changes from `fold` or `bag`."""
+"""Build the SQL that changes a `current` table (`t`). The source of each MERGE (`s`) is a view of changes from `fold` or `bag`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,12 +13,15 @@ _NO_TEXT = "cast(map() AS map<string, string>)"
 
 
 def table_at(path: str) -> str:
-    """The Delta table at `path` as it stands in SQL."""
+    """Return the Delta table at `path` as SQL names it."""
     return f"delta.{quote(path)}"
 
 
 def merge_changes(path: str, target: StructType, changes: StructType, view: str, shape: Shape, span: tuple[int, int] | None = None) -> str:
-    """Bring the table at `path` up to date: `view` holds the change of each key, `span` bounds the first column of the changes' keys."""
+    """Return the MERGE of `view`, which has one change per key, into the table at `path`.
+
+    `span` is the smallest and the largest value of the keys' first column in `view`.
+    """
     matched = ", ".join(f"{quote(name, 't')} = {_updated(name, changes, shape)}" for name in target.names)
     return (
         f"MERGE INTO {table_at(path)} t USING {quote(view)} s ON {_same_key(target, changes, shape, span)} "
@@ -28,7 +31,7 @@ def merge_changes(path: str, target: StructType, changes: StructType, view: str,
 
 
 def insert_changes(path: str, target: StructType, changes: StructType, view: str, shape: Shape, span: tuple[int, int] | None = None) -> str:
-    """The same where every change is a new row: the target's rows are not touched, and of its columns the key alone is read."""
+    """Return the same for changes that are all new rows: it touches no row of the target, and reads only its key columns."""
     return (
         f"MERGE INTO {table_at(path)} t USING {quote(view)} s ON {_same_key(target, changes, shape, span)} "
         f"WHEN NOT MATCHED THEN {_insert(target, changes, shape)}"
@@ -36,7 +39,7 @@ def insert_changes(path: str, target: StructType, changes: StructType, view: str
 
 
 def merge_bag(path: str, target: StructType, changes: StructType, view: str, shape: Shape) -> str:
-    """Renew the rows of a bag: `view` holds what `bag.renewed` makes."""
+    """Return the MERGE that brings a bag of rows up to date; `view` has the rows of `bag.renewed`."""
     same = f"s.{bag.ROW} = {bag.row_identity(target, shape, 't')}"
     return (
         f"MERGE INTO {table_at(path)} t USING {quote(view)} s ON s.{bag.TAKEN} AND {same} "
@@ -45,7 +48,7 @@ def merge_bag(path: str, target: StructType, changes: StructType, view: str, sha
 
 
 def add_columns(path: str, types: Mapping[str, str], columns: Sequence[str]) -> str:
-    """Add the columns of `types` (name to Delta type), each at the place that it has among `columns`."""
+    """Return the statement that adds the columns of `types` (name to Delta type), each at its position in `columns`."""
     added = []
     for number, name in enumerate(columns):
         if name in types:
@@ -55,7 +58,7 @@ def add_columns(path: str, types: Mapping[str, str], columns: Sequence[str]) -> 
 
 
 def set_properties(path: str, properties: Mapping[str, str]) -> str:
-    """Set table properties."""
+    """Return the statement that sets table properties."""
     settings = ", ".join(f"{literal(name)} = {literal(value)}" for name, value in properties.items())
     return f"ALTER TABLE {table_at(path)} SET TBLPROPERTIES ({settings})"
 
@@ -64,13 +67,13 @@ def _same_key(target: StructType, changes: StructType, shape: Shape, span: tuple
     pairs = zip(key_parts(target, shape.key, "t"), key_parts(changes, shape.key, "s"), strict=True)
     conditions = [f"{ours} <=> {theirs}" for ours, theirs in pairs]
     if span is not None:
-        # A literal bound lets Delta leave out the files whose statistics lie outside.
+        # With literal bounds Delta skips the files whose statistics are outside.
         conditions.append(f"{quote(shape.key[0], 't')} BETWEEN {span[0]} AND {span[1]}")
     return " AND ".join(conditions)
 
 
 def _updated(name: str, changes: StructType, shape: Shape) -> str:
-    """The new value of the column `name` in a row that stays; one that the source has dropped is null in what is written afterwards."""
+    """The new value of the column `name` in a row that is updated; null for a column that the source has dropped."""
     if name not in changes.names:
         return "NULL"
     if KEPT not in changes.names or name == COMMIT_LSN:

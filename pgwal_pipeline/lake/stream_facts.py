@@ -1,4 +1,4 @@
-"""What a window's stream told of the tables besides their rows: one record, how two of them become one, and how the ledger keeps it."""
+"""Stream facts: what a window's stream told of the tables besides their rows, with its merge and its JSON form in the ledger."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ _VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a window has nothing of a table: its oid, the work that failed, the error's sentence, and the LSN where its gap begins."""
+    """Why a window has no changes of a table: its oid, the stage that failed, the error's message, and the LSN where the gap begins."""
 
     oid: int
     stage: str
@@ -23,12 +23,12 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class StreamFacts:
-    """What the stream told of the tables.
+    """What the stream told of the tables besides their rows.
 
-    `relations`: a table's definitions by its oid, in the order in which each came last. `truncated`: the transactions (32 bits) that
-    truncated a table, by its oid. `refilled`: the oids of tables that one transaction truncated and wrote rows to. `partitions`: the
-    partitions (oids) whose rows came as a table's, by its oid. `lacking`: the oids of tables with an insert that left values out.
-    `refused`: the tables that the window had to leave out, by their locations.
+    `relations`: a table's definitions by its oid, in the order in which each came last. `truncated`: the 32-bit xids of the transactions
+    that truncated a table, by its oid. `refilled`: the oids of tables that one transaction both truncated and wrote rows to. `partitions`:
+    the oids of partitions whose rows came as rows of a table, by the table's oid. `lacking`: the oids of tables with an insert that left
+    out values. `refused`: the tables that the window had to leave out, by their locations.
     """
 
     relations: Mapping[int, tuple[Relation, ...]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class StreamFacts:
 
     @classmethod
     def merged(cls, parts: Iterable["StreamFacts"]) -> "StreamFacts":
-        """What windows that follow one another told together."""
+        """Merge the facts of windows that follow one another, given in their order."""
         relations: dict[int, tuple[Relation, ...]] = {}
         truncated: dict[int, frozenset[int]] = {}
         partitions: dict[int, frozenset[int]] = {}
@@ -54,11 +54,11 @@ class StreamFacts:
                     known[oid] = known.get(oid, frozenset()) | numbers
             refilled |= part.refilled
             lacking |= part.lacking
-            refused = {**part.refused, **refused}  # the first one says where the gap begins
+            refused = {**part.refused, **refused}  # the earliest refusal has the LSN where the gap begins
         return cls(relations, truncated, refilled, partitions, lacking, refused)
 
     def to_json(self) -> str:
-        """As text that `from_json` reads."""
+        """Return the facts as JSON text for `from_json`."""
         return json.dumps(
             {
                 "version": _VERSION,
@@ -73,7 +73,7 @@ class StreamFacts:
 
     @classmethod
     def from_json(cls, text: str) -> "StreamFacts":
-        """What `to_json` wrote, or the text of a version before."""
+        """Return the facts from the JSON text of `to_json`, also of an earlier version."""
         found: dict[str, Any] = json.loads(text)
         relations: dict[int, tuple[Relation, ...]] = {}
         for relation in map(relation_from_json, found["relations"]):
@@ -90,7 +90,7 @@ class StreamFacts:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A window of a plan whose files are durable, to be counted with the others, and what else its stream told."""
+    """A window of a plan that has been read: its files are durable but not counted yet. With it the facts that its stream told."""
 
     window: Window
     facts: StreamFacts

@@ -1,4 +1,4 @@
-"""Messages of the stream that could not be decoded, kept whole: `<lake>/_pgwal/undecodable/<LSN as 16 hex digits>`."""
+"""Keep messages of the stream that could not be decoded, whole: `<lake>/_pgwal/undecodable/<LSN as 16 hex digits>`."""
 
 from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.layout import Lake, filesystem
@@ -9,7 +9,7 @@ _FOLDER = "_pgwal/undecodable"
 
 
 def keep(lake: Lake, lsn: int, payload: bytes) -> str:
-    """Write the whole payload of a message into the lake; the address of its file. The same message has the same file."""
+    """Write the payload of a message into the lake and return its file's address. The same message always gets the same file."""
     path = f"{_FOLDER}/{window_key(lsn)}"
     with lake_errors(lake.absolute(path)):
         make_folder(lake, _FOLDER)

@@ -1,8 +1,8 @@
-"""Amounts as people read them."""
+"""Format amounts for people."""
 
 
 def size(count: int) -> str:
-    """`512 B`, `1.5 MB`: a number of bytes, 1 kB being 1024."""
+    """Return a number of bytes as `512 B` or `1.5 MB`; 1 kB is 1024 bytes."""
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1024:
@@ -12,7 +12,7 @@ def size(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`12 s`, `5 min` or `3.4 h`."""
+    """Return a number of seconds as `12 s`, `5 min` or `3.4 h`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

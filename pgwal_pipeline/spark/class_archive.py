@@ -1,7 +1,7 @@
-"""An archive of the classes that Spark loads (Java's class data sharing): with it a JVM does not read and check them all again.
+"""Make and use an archive of the classes that Spark loads (Java's class data sharing), so that a JVM need not read and check them again.
 
-Recorded once for an installation, beside it in `sys.prefix`; where there is none, or it does not fit any more, Spark starts as ever, only
-slower. What the JVM demands of it: https://docs.oracle.com/en/java/javase/21/vm/class-data-sharing.html
+The archive is recorded once per installation, in `sys.prefix`. Without it, or if it does not fit any more, Spark works but starts slower.
+What the JVM requires of it: https://docs.oracle.com/en/java/javase/21/vm/class-data-sharing.html
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from pgwal_pipeline.spark.jars import spark_home
 from pgwal_pipeline.spark.java import Java
 
 _PLACE = Path(sys.prefix, "var", "pgwal_pipeline")
-# Java's own classes, and on top of them the others: a bundled Java comes without an archive of its own.
+# Java's own classes, and on top of them the others: the bundled Java comes without an archive of its own classes.
 _BASE, _TOP = "java.jsa", "spark.jsa"
-# A JVM to which the archive does not fit says so on its standard output.
+# Otherwise a JVM that the archive does not fit prints a warning to its standard output.
 _QUIET = ("-Xlog:cds=off", "-Xlog:cds+dynamic=off", "-Xlog:class+path=off")
 
 
 def options(java: Java) -> list[str]:
-    """Options with which `java` uses the archive; none where none was recorded for it."""
+    """Return the options with which `java` uses the archive, empty if none was recorded for it."""
     folder = _folder(java)
     if not (folder / _TOP).exists():
         return []
@@ -36,9 +36,10 @@ def options(java: Java) -> list[str]:
 
 @contextlib.contextmanager
 def recorded(java: Java) -> Iterator[list[str]]:
-    """Options with which a JVM records an archive when it ends; it is kept if that JVM is gone, and wrote one, at the end of the block.
+    """Yield the options with which a JVM records an archive when it ends; keep the archive after the block.
 
-    Archives of what was installed here before are removed. Raises PgwalError when there is nothing to keep, or no place for it.
+    The JVM must have ended by the end of the block. Archives of earlier installations are removed. Raises PgwalError if the JVM wrote no
+    archive or the archive's folder cannot be written.
     """
     target = _folder(java)
     try:
@@ -48,7 +49,7 @@ def recorded(java: Java) -> Iterator[list[str]]:
             dump = [java.home / "bin/java", "-Xshare:dump", f"-XX:SharedArchiveFile={base}", *_QUIET]
             subprocess.run(dump, capture_output=True, check=True, stdin=subprocess.DEVNULL)
             archives = [shlex.quote(f"-XX:SharedArchiveFile={base}"), shlex.quote(f"-XX:ArchiveClassesAtExit={top}")]
-            # It is over before what Java's second compiler makes would pay.
+            # The JVM ends before Java's second compiler would pay off.
             yield [*archives, "-XX:TieredStopAtLevel=1", *_QUIET]
             if not top.exists():
                 raise PgwalError(f"Java {java.version} in {java.home} recorded no archive of Spark's classes.")
@@ -62,7 +63,7 @@ def recorded(java: Java) -> Iterator[list[str]]:
 
 
 def _folder(java: Java) -> Path:
-    """One for each Java, by its own files and not the links to them, and each Spark: a JVM takes none recorded with other files."""
+    """The archive's folder, one per Java (by its real files, not the links to them) and Spark: a JVM refuses archives of other files."""
     jars = spark_home() / "jars"
     release = java.home / "release"
     parts = (

@@ -1,4 +1,4 @@
-"""What the pipeline needs of Spark that PySpark keeps to itself. Seen in 4.2.0; `test_spark_internals` fails where one is gone."""
+"""The private parts of PySpark that the pipeline uses. Seen in 4.2.0; `test_spark_internals` fails if one is gone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 @contextmanager
 def cloned(spark: "SparkSession") -> "Iterator[SparkSession]":
-    """Open a session with the settings that `spark` has now and views of its own, in the same Spark, for the block.
+    """Open a session in the same Spark for the block, with the settings that `spark` has now and with views of its own.
 
-    A new session would lack what was set in `spark` since Spark started.
+    A new session would lack the settings made in `spark` since Spark started.
     """
     clone = getattr(spark, "cloneSession", None)
     if clone is None:
         java: Any = spark._jsparkSession  # noqa: SLF001
         yield type(spark)(spark.sparkContext, java.cloneSession())
         return
-    session = clone()  # of Spark Connect
-    # The client binds what the server keeps, such as checkpoints, to the thread's active session; nothing public sets it.
+    session = clone()  # Spark Connect
+    # The client binds server-side objects, such as checkpoints, to the thread's active session; no public API sets it.
     thread = type(session)._active_session  # noqa: SLF001
     before = getattr(thread, "session", None)
     thread.session = session
@@ -36,7 +36,7 @@ def cloned(spark: "SparkSession") -> "Iterator[SparkSession]":
 
 
 def jvm_of_this_process() -> Callable[[], None]:
-    """Hold on to the JVM that PySpark has started; what is given ends it and waits until it is gone, after the session was stopped."""
+    """Return a function that ends the JVM that PySpark has started, and waits until it has ended; call it after the session is stopped."""
     from pyspark import SparkContext
 
     gateway: Any = SparkContext._gateway  # noqa: SLF001
@@ -50,6 +50,6 @@ def jvm_of_this_process() -> Callable[[], None]:
 
 
 def java_trace(error: Exception) -> str:
-    """Java's stack trace with its causes, where it is no part of the error's text; empty where there is none."""
+    """Return Java's stack trace of `error` with its causes, for errors whose text does not include it; empty if there is none."""
     of_server = getattr(error, "getStackTrace", None)  # Spark Connect
     return str((of_server() if callable(of_server) else getattr(error, "_stackTrace", None)) or "")

@@ -1,9 +1,9 @@
-"""The jars that Spark needs beside its own: Delta Lake's, and S3's when the lake is there. Fetched once, kept in the user's cache.
+"""Download the jars that Spark needs besides its own: Delta Lake's, and those for S3 if the lake is there. The user's cache keeps them.
 
-`python -m pgwal_pipeline.spark.jars [s3]` fetches them before they are needed; `make install` does.
+`python -m pgwal_pipeline.spark.jars [s3]` downloads them before they are needed; `make install` does that.
 
-Resolved by Ivy, which comes with Spark, but without Spark: a session that resolves packages by itself looks at the repositories at every
-start. What Spark brings itself (Hadoop, Parquet, Jackson …) is left out.
+Ivy resolves them. It comes with Spark but is run without it, because a session that resolves packages asks the repositories at every start.
+Artifacts that come with Spark (Hadoop, Parquet, Jackson …) are left out.
 
 `DEFAULT_ARTIFACT_REPOSITORY` names another Maven repository, `spark.jars.ivySettings` in `PGWAL_SPARK_CONF` an Ivy settings file.
 """
@@ -30,34 +30,34 @@ REPOSITORY_VARIABLE = "DEFAULT_ARTIFACT_REPOSITORY"
 SETTINGS_CONF = "spark.jars.ivySettings"
 
 _SCALA = "2.13"
-# What Hadoop 3.5 was built with. It asks for all of the SDK in one jar, 686 MB of which S3 needs a fiftieth.
+# The version that Hadoop 3.5 was built with. Hadoop asks for all of the SDK in one jar of 686 MB, of which S3 needs a fiftieth.
 _AWS_SDK = "2.35.4"
 _UNWANTED = ("bundle", "wildfly-openssl")
 _FETCH_SECONDS = 1800.0
 
 
 def delta_packages() -> tuple[str, ...]:
-    """Maven coordinates of the Delta Lake that fits the installed Spark and delta-spark."""
+    """Return the Maven coordinates of the Delta Lake that fits the installed Spark and delta-spark."""
     spark = ".".join(version("pyspark").split(".")[:2])
     return (f"io.delta:delta-spark_{spark}_{_SCALA}:{version('delta-spark')}",)
 
 
 def s3_packages() -> tuple[str, ...]:
-    """Maven coordinates of what reads and writes `s3://`: Hadoop's S3A of Spark's version, and the parts of Amazon's SDK that it uses."""
+    """Return the Maven coordinates for `s3://`: Hadoop's S3A in Spark's Hadoop version, and the parts of Amazon's SDK that it uses."""
     sdk = (f"software.amazon.awssdk:{module}:{_AWS_SDK}" for module in ("s3", "s3-transfer-manager", "sts"))
     return (f"org.apache.hadoop:hadoop-aws:{_bundled()['hadoop-client-api']}", *sdk)
 
 
 def cached(packages: Sequence[str]) -> tuple[Path, ...] | None:
-    """The jars of `packages` in the cache; None where they were never fetched."""
+    """Return the jars of `packages` in the cache, None if they were never downloaded."""
     folder = _folder(packages)
     return tuple(sorted(folder.glob("*.jar"))) if folder.is_dir() else None
 
 
 def ensure(packages: Sequence[str], say: Callable[[str], None], conf: Mapping[str, str] | None = None) -> tuple[Path, ...]:
-    """The jars of `packages`, fetched if the cache lacks them; `say` gets a line for whoever waits.
+    """Return the jars of `packages`, downloaded if the cache lacks them; `say` gets a line before a download.
 
-    `conf` are Spark settings, of which `spark.jars.ivySettings` counts. Raises PgwalError when they cannot be fetched.
+    Of the Spark settings `conf` only `spark.jars.ivySettings` is used. Raises PgwalError if they cannot be downloaded.
     """
     found = cached(packages)
     if found is not None:
@@ -72,7 +72,7 @@ def ensure(packages: Sequence[str], say: Callable[[str], None], conf: Mapping[st
 
 
 def spark_home() -> Path:
-    """The folder of the installed Spark: its programs under `bin`, its own jars under `jars`."""
+    """Return the folder of the installed Spark, with its programs in `bin` and jars in `jars`. Raises PgwalError without Spark."""
     found = importlib.util.find_spec("pyspark")
     if found is None or found.origin is None:
         raise PgwalError("pyspark is not installed; install pgwal-pipeline again.")
@@ -111,24 +111,24 @@ def _fetch(packages: Sequence[str], settings_file: str | None) -> None:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_SECONDS, check=False, stdin=subprocess.DEVNULL)
             said, failed = done.stdout + done.stderr, done.returncode != 0
         except subprocess.TimeoutExpired:
-            said, failed = f"nothing came for {_FETCH_SECONDS:g} s", True
+            said, failed = f"it was not done after {_FETCH_SECONDS:g} s", True
         if failed or not any(jars.iterdir()):
             raise PgwalError(
-                f"The jars {', '.join(packages)} for Spark could not be fetched ({_reason(said)}); check the way to the Maven repository, "
-                f"or name another one in {REPOSITORY_VARIABLE}, or an Ivy settings file under {SETTINGS_CONF} in PGWAL_SPARK_CONF."
+                f"The jars {', '.join(packages)} for Spark could not be fetched ({_reason(said)}); check the network, "
+                f"name another Maven repository in {REPOSITORY_VARIABLE}, or an Ivy settings file as {SETTINGS_CONF} in PGWAL_SPARK_CONF."
             )
         with contextlib.suppress(OSError):  # another process was first
             jars.rename(target)
 
 
 def _bundled() -> dict[str, str]:
-    """The artifacts that Spark brings itself, with their versions."""
+    """The artifacts that come with Spark, with their versions."""
     matches = (re.fullmatch(r"(.+?)-(\d.*)\.jar", jar.name) for jar in (spark_home() / "jars").iterdir())
     return {match[1]: match[2] for match in matches if match is not None}
 
 
 def _module(packages: Sequence[str], without: Collection[str]) -> str:
-    """An Ivy file that asks for `packages` with what they need, less the artifacts in `without`."""
+    """An Ivy file for `packages` with their dependencies, except the artifacts in `without`."""
     lines = [
         '<ivy-module version="2.0">',
         '<info organisation="pgwal" module="jars"/>',
@@ -144,7 +144,7 @@ def _module(packages: Sequence[str], without: Collection[str]) -> str:
 
 
 def _settings(repository: str | None) -> str:
-    """Ivy settings with one Maven repository: the one named, else Maven's central one."""
+    """Ivy settings with one Maven repository: `repository`, or Maven Central."""
     root = f" root={quoteattr(repository)}" if repository else ""
     return (
         '<ivysettings><settings defaultResolver="maven"/>'
@@ -153,7 +153,7 @@ def _settings(repository: str | None) -> str:
 
 
 def _proxy_options() -> list[str]:
-    """Java's options for the proxy that other programs find in `HTTPS_PROXY` and `HTTP_PROXY`."""
+    """Java's options for the proxy in `HTTPS_PROXY` and `HTTP_PROXY`, which Java does not read."""
     options = []
     for scheme in ("https", "http"):
         address = os.environ.get(f"{scheme}_proxy") or os.environ.get(f"{scheme.upper()}_PROXY")
@@ -164,18 +164,18 @@ def _proxy_options() -> list[str]:
 
 
 def _reason(said: str) -> str:
-    """What Ivy complains of first."""
+    """The line of Ivy's output that best tells why it failed."""
     marks = ("UnknownHost", "not found", "PKIX", "timed out", "refused", "Exception", "ERROR", "unresolved", "for ")
     lines = [line.strip(" \t:") for line in said.splitlines()]
     for mark in marks:
         line = next((line for line in lines if mark in line), None)
         if line:
             return line[:200]
-    return "Ivy said nothing"
+    return "Ivy printed nothing"
 
 
 def main() -> None:
-    """Fetch Delta's jars, and S3's too when the first argument is `s3`."""
+    """Download Delta's jars, and those for S3 too if the first argument is `s3`."""
     for packages in (delta_packages(), s3_packages()) if sys.argv[1:] == ["s3"] else (delta_packages(),):
         try:
             ensure(packages, lambda text: print(text, file=sys.stderr, flush=True))  # noqa: T201

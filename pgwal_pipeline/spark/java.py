@@ -1,8 +1,8 @@
-"""The Java that Spark runs on: this machine's own 17 or 21, else the bundled 21 of the `local` extra.
+"""Find the Java that Spark runs on: this machine's 17 or 21, or the bundled 21 of the `local` extra.
 
-Spark is always given a Java home of ours that links to the real one. Its `java` drops one argument that Spark's launcher adds,
-`--add-modules=jdk.incubator.vector`: the bundled Java has no such module and would not start, others print a warning at every start.
-Nothing here uses the module. Nor does Spark ever speak to the source: what its password may stand in does not reach the JVM.
+Spark always gets a Java home of ours that links to the real one. Its `java` drops one argument that Spark's launcher adds,
+`--add-modules=jdk.incubator.vector`: the bundled Java lacks that module and would not start, others print a warning at every start. Nothing
+here uses the module. It also unsets the variables that may contain the source's password: Spark never connects to the source.
 """
 
 import base64
@@ -48,9 +48,9 @@ class Java:
 
 
 def find_java(environment: Mapping[str, str] = os.environ) -> Java:
-    """The runtime to use: `JAVA_HOME`, then `java` on the PATH, then the bundled one; 17 and 21 before any newer one.
+    """Return the Java to use: from `JAVA_HOME`, then `java` on the PATH, then the bundled one; 17 and 21 before any other version.
 
-    Raises PgwalError where there is none that Spark runs on.
+    Raises PgwalError if there is none that Spark runs on.
     """
     at_hand = [java for home in _homes(environment) if (java := _java(home)) is not None]
     for java in at_hand:
@@ -65,10 +65,10 @@ def find_java(environment: Mapping[str, str] = os.environ) -> Java:
 
 
 def ensure_java(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment variables with which Spark starts on this machine.
+    """Return the environment variables with which Spark starts on this machine.
 
-    `JAVA_HOME`, `PYSPARK_PYTHON` (this interpreter) and, where a file of private CA certificates is named by `SSL_CERT_FILE` or its like,
-    `SPARK_SUBMIT_OPTS` that make Java trust them too. Raises PgwalError where there is no Java.
+    These are `JAVA_HOME`, `PYSPARK_PYTHON` (this interpreter) and, if `SSL_CERT_FILE` or a similar variable names a file of CA
+    certificates, `SPARK_SUBMIT_OPTS` that make Java trust them too. Raises PgwalError if there is no Java.
     """
     java = find_java(environment)
     variables = {"JAVA_HOME": str(launch_home(java)), "PYSPARK_PYTHON": sys.executable}
@@ -79,7 +79,7 @@ def ensure_java(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def launch_home(java: Java) -> Path:
-    """A Java home of ours that links to `java`'s, made once; see the module's text for why."""
+    """Return a Java home of ours that links to `java`'s, made once; the module's docstring says why."""
     key = hashlib.sha256(f"{java.home}\n{java.version}\n{_LAUNCHER}".encode()).hexdigest()[:16]
     home = user_cache() / f"java-{java.version}-{key}"
     if (home / "bin/java").exists():
@@ -103,9 +103,9 @@ def launch_home(java: Java) -> Path:
 
 
 def trust_options(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Options that make Java trust the CA certificates that other programs here are told to trust; none where nothing names a file.
+    """Return options that make Java trust the CA certificates of `SSL_CERT_FILE` and similar variables; empty if none names a file.
 
-    Java reads a store of its own and knows nothing of `SSL_CERT_FILE`. What the user set for Java by hand is left alone.
+    Java reads a store of its own and ignores these variables. A trust store that the user has set for Java takes precedence.
     """
     by_hand = environment.get("SPARK_SUBMIT_OPTS", "") + environment.get("JAVA_TOOL_OPTIONS", "")
     bundle = next((Path(environment[name]) for name in _CA_VARIABLES if environment.get(name)), None)
@@ -137,7 +137,7 @@ def _homes(environment: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _homes_on_macos() -> Iterator[Path]:
-    # `java` on the PATH is the system's stub there, which asks the user to install one when there is none.
+    # On macOS `java` on the PATH is the system's stub, which asks the user to install a Java if there is none.
     for version in _PREFERRED:
         try:
             shown = subprocess.run(["/usr/libexec/java_home", "-F", "-v", str(version)], capture_output=True, text=True, check=False)
@@ -148,7 +148,7 @@ def _homes_on_macos() -> Iterator[Path]:
 
 
 def _java(home: Path) -> Java | None:
-    """The runtime in `home`; None where there is none, or none that tells its version."""
+    """The Java in `home`; None if there is none or its version is unknown."""
     if not os.access(home / "bin/java", os.X_OK):
         return None
     try:
@@ -170,7 +170,7 @@ def _certificates(pem: str) -> list[bytes]:
 def _trust_store(certificates: list[bytes]) -> Path:
     """A file in Java's key store format (JKS) with `certificates` (DER), made once.
 
-    Written here because Java's own keytool takes one certificate a call, and half a second for each.
+    Written here because Java's own keytool takes one certificate per call, and half a second for each.
     """
     path = user_cache() / f"trust-{hashlib.sha256(b''.join(certificates)).hexdigest()[:16]}.jks"
     if path.exists():
@@ -182,7 +182,7 @@ def _trust_store(certificates: list[bytes]) -> Path:
         parts += [struct.pack(">IH", 2, len(alias)), alias, struct.pack(">qH", now, len(kind)), kind]
         parts += [struct.pack(">I", len(certificate)), certificate]
     body = b"".join(parts)
-    # The format's own check: not a signature, only a guard against a broken file.
+    # The format's own checksum: not a signature, only a guard against a broken file.
     check = hashlib.sha1(_STORE_PASSWORD.encode("utf-16-be") + b"Mighty Aphrodite" + body, usedforsecurity=False).digest()
     scratch = path.with_suffix(f".{os.getpid()}")
     scratch.write_bytes(body + check)
@@ -191,7 +191,7 @@ def _trust_store(certificates: list[bytes]) -> Path:
 
 
 def _move_into_place(scratch: Path, target: Path) -> None:
-    """Rename a finished folder, unless another process was first."""
+    """Rename a finished folder, unless another process was faster."""
     if target.exists() and not (target / "bin/java").exists():
         shutil.rmtree(target)
     scratch.chmod(0o755)

@@ -1,6 +1,6 @@
-"""`python -m pgwal_pipeline.spark.record_classes`: let each Spark of this installation start sooner from now on.
+"""`python -m pgwal_pipeline.spark.record_classes`: record Spark's classes, so that Spark starts faster in this installation.
 
-A session of its own does a little of what publishes do, and Java records what it loaded for that.
+A Spark session does a little of what a publish does, and Java records the classes that it loads.
 """
 
 import os
@@ -19,7 +19,7 @@ _NEWEST = "SELECT id, v, gone FROM (SELECT *, row_number() OVER (PARTITION BY id
 
 
 def _publish_a_little(folder: str) -> None:
-    """Delta tables written, read and merged into; returns when the JVM is gone."""
+    """Write, read and merge Delta tables; return when the JVM has ended."""
     settings = Settings(lake=folder, spark_master="local[2]", spark_conf={"spark.driver.memory": "1g"})
     spark = spark_session(settings, app_name="pgwal-record-classes")
     end_jvm = jvm_of_this_process()
@@ -40,17 +40,17 @@ def _publish_a_little(folder: str) -> None:
 
 
 def main() -> None:
-    """Record the classes; where that cannot be, a sentence says that Spark starts slower."""
+    """Record the classes. If that fails, print why; Spark then starts slower."""
     java = find_java()
     if class_archive.options(java):
         return
-    print("Recording what Spark loads, so that it starts sooner; this happens once.", file=sys.stderr, flush=True)  # noqa: T201
+    print("Recording the classes that Spark loads, so that it starts faster; this happens once.", file=sys.stderr, flush=True)  # noqa: T201
     try:
         with class_archive.recorded(java) as options, tempfile.TemporaryDirectory() as folder:
             os.environ["SPARK_SUBMIT_OPTS"] = " ".join([os.environ.get("SPARK_SUBMIT_OPTS", ""), *options]).strip()
             _publish_a_little(folder)
     except PgwalError as error:
-        print(f"{error} Spark goes on without, and starts slower.", file=sys.stderr)  # noqa: T201
+        print(f"{error} Spark works without, but starts slower.", file=sys.stderr)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The Spark session that reads and merges the lake: a classic one on any master, or one on a Spark Connect server.
+"""Make the Spark session that reads and merges the lake: a classic one on any master, or one on a Spark Connect server.
 
-A process has one session; starting one takes seconds, so it is made once for all tables of a run.
+A process has one session. Starting one takes seconds, so all tables of a run share it.
 """
 
 import os
@@ -26,29 +26,29 @@ _REMOTE_SECONDS = 15.0
 DELTA_EXTENSION = "io.delta.sql.DeltaSparkSessionExtension"
 DELTA_CATALOG = "org.apache.spark.sql.delta.catalog.DeltaCatalog"
 
-# Settings of a session rather than of the cluster it runs on: a Connect server takes these from its client.
+# Settings of a session, not of the cluster: a Connect server takes these from its client.
 _SESSION_CONF: Mapping[str, str] = {
     "spark.sql.session.timeZone": "UTC",
-    # Spark's default INT96 is read wrongly by others outside 1677 to 2262.
+    # Spark's default is INT96, which other readers get wrong outside 1677 to 2262.
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
-    # Dates and times before 1900 as they are: the proleptic Gregorian calendar, which Postgres and delta-rs have too.
+    # Do not shift dates and times before 1900: the calendar is the proleptic Gregorian one, as in Postgres and delta-rs.
     "spark.sql.parquet.datetimeRebaseModeInRead": "CORRECTED",
     "spark.sql.parquet.datetimeRebaseModeInWrite": "CORRECTED",
     "spark.sql.parquet.int96RebaseModeInRead": "CORRECTED",
     "spark.sql.parquet.int96RebaseModeInWrite": "CORRECTED",
-    # A window's key is text, whatever it looks like.
+    # A window's key is text, even if it looks like a number.
     "spark.sql.sources.partitionColumnTypeInference.enabled": "false",
     "spark.sql.adaptive.enabled": "true",
     "spark.databricks.delta.properties.defaults.enableDeletionVectors": "true",
 }
-_CHECKSUMS = "parquet.page.verify-checksum.enabled"  # a damaged page is an error then, rather than other values
+_CHECKSUMS = "parquet.page.verify-checksum.enabled"  # makes a damaged page an error, instead of wrong values
 
 
 def spark_session(settings: Settings, *, app_name: str = "pgwal", say: Callable[[str], None] = lambda _: None) -> "SparkSession":
-    """The session that `settings` ask for: the process's own when it has one, else a new one.
+    """Return the session for `settings`: the one that the process has, or a new one.
 
-    `say` gets a line when something slow happens first (the jars are fetched, once). Raises LakeError when Spark or the Connect server
-    cannot be reached, PgwalError when there is no Java or the jars cannot be had.
+    `say` gets a line before something slow (the one-time download of the jars). Raises LakeError if Spark does not start or the Connect
+    server cannot be reached, PgwalError if there is no Java or the jars cannot be downloaded.
     """
     if settings.spark_remote is not None:
         return _remote_session(settings, settings.spark_remote)
@@ -63,8 +63,8 @@ def spark_session(settings: Settings, *, app_name: str = "pgwal", say: Callable[
         return builder.getOrCreate()
     except PySparkException as error:
         raise LakeError(
-            f"Spark did not start on {settings.spark_master} ({str(error).splitlines()[0]}); look at what it wrote above, and at "
-            f"PGWAL_SPARK_MASTER and PGWAL_SPARK_CONF. Its Java is that of {os.environ['JAVA_HOME']}."
+            f"Spark did not start on {settings.spark_master} ({str(error).splitlines()[0]}); check its output above, "
+            f"PGWAL_SPARK_MASTER and PGWAL_SPARK_CONF. It uses the Java in {os.environ['JAVA_HOME']}."
         ) from error
 
 
@@ -76,15 +76,15 @@ def spark_conf(
     cores: int | None = None,
     memory: int | None = None,
 ) -> dict[str, str]:
-    """The Spark settings of a classic session, `PGWAL_SPARK_CONF` over all others.
+    """Return the Spark settings of a classic session; `PGWAL_SPARK_CONF` overrides all others.
 
-    `jars` are Delta's and S3's; `environment` is read for `AWS_*`; `cores` and `memory` (bytes) are this machine's unless given, and count
-    only where Spark runs on this machine.
+    `jars` are Delta's and S3's. `environment` is read for `AWS_*`. `cores` and `memory` (bytes) default to this machine's, and count only
+    if Spark runs on this machine.
     """
     conf = dict(_SESSION_CONF)
     conf["spark.sql.extensions"] = DELTA_EXTENSION
     conf["spark.sql.catalog.spark_catalog"] = DELTA_CATALOG
-    # Tables side by side share the cores evenly, rather than each waiting for the one before.
+    # Tables that are merged side by side share the cores evenly, instead of waiting for each other.
     conf["spark.scheduler.mode"] = "FAIR"
     conf["spark.ui.showConsoleProgress"] = "false"
     conf["spark.sql.debug.maxToStringFields"] = "1000"
@@ -99,7 +99,7 @@ def spark_conf(
 
 
 def s3_conf(environment: Mapping[str, str]) -> dict[str, str]:
-    """S3A's settings from the `AWS_*` variables that delta-rs reads too. The keys stand in none: Spark takes them from the environment."""
+    """Return S3A's settings from the `AWS_*` variables that delta-rs reads too. Access keys are not in them: Spark reads the variables."""
     conf = {"spark.hadoop.fs.s3.impl": "org.apache.hadoop.fs.s3a.S3AFileSystem"}
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
     if region:
@@ -114,7 +114,7 @@ def s3_conf(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def launch_environment(settings: Settings) -> dict[str, str]:
-    """The environment variables with which Spark's JVM starts for `settings`."""
+    """Return the environment variables with which Spark's JVM starts for `settings`."""
     variables = ensure_java()
     options = variables.get("SPARK_SUBMIT_OPTS", os.environ.get("SPARK_SUBMIT_OPTS", ""))
     if "log4j2.configurationFile" not in options:
@@ -125,12 +125,12 @@ def launch_environment(settings: Settings) -> dict[str, str]:
     if on_this_machine(settings.spark_master):
         variables["SPARK_LOCAL_IP"] = "127.0.0.1"
     else:
-        del variables["PYSPARK_PYTHON"]  # this interpreter's path means nothing on another machine
+        del variables["PYSPARK_PYTHON"]  # this interpreter's path is not valid on another machine
     return variables
 
 
 def ensure_jars(settings: Settings, say: Callable[[str], None]) -> tuple[Path, ...]:
-    """The jars that a session for `settings` needs; fetched at the first use."""
+    """Return the jars that a session for `settings` needs; they are downloaded at the first use."""
     jars = ensure(delta_packages(), say, settings.spark_conf)
     if settings.lake.startswith("s3://"):
         jars += ensure(s3_packages(), say, settings.spark_conf)
@@ -138,12 +138,12 @@ def ensure_jars(settings: Settings, say: Callable[[str], None]) -> tuple[Path, .
 
 
 def on_this_machine(master: str) -> bool:
-    """Whether `master` runs all of Spark here: `local…` or `local-cluster[…]`."""
+    """Return whether `master` runs all of Spark on this machine: `local…` or `local-cluster[…]`."""
     return re.match(r"local(\[|-cluster\[|$)", master) is not None
 
 
 def reach(address: str) -> tuple[str, int]:
-    """Host and port of the Connect server `address` (`sc://…`). Raises LakeError where nobody answers there."""
+    """Return host and port of the Connect server `address` (`sc://…`). Raises LakeError if it cannot be reached."""
     match = re.match(r"sc://(\[[^\]]+\]|[^:/;]+)(?::(\d+))?", address)
     host, port = (match[1].strip("[]"), int(match[2] or 15002)) if match else (address, 15002)
     try:
@@ -162,19 +162,19 @@ def _local_conf(master: str, cores: int, memory: int) -> dict[str, str]:
     return {
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
-        # A quarter of the machine, from 1 to 8 GB: Postgres, Dagster and Arrow want theirs.
+        # A quarter of the machine's memory, from 1 to 8 GB: Postgres, Dagster and Arrow need some too.
         "spark.driver.memory": f"{min(max(memory >> 22, 1024), 8192)}m",
         "spark.ui.enabled": "false",
-        # Spark makes this folder, empty, in the working directory otherwise.
+        # By default Spark creates this folder, empty, in the working directory.
         "spark.sql.warehouse.dir": (user_cache() / "spark-warehouse").as_uri(),
-        # Spark's own defaults (200, and Delta's 50) are made for clusters: each empty task costs milliseconds here.
+        # Spark's default (200) and Delta's (50) are for clusters: here each empty task costs milliseconds.
         "spark.sql.shuffle.partitions": str(min(max(2 * cores, 4), 64)),
         "spark.databricks.delta.snapshotPartitions": "2",
     }
 
 
 def _machine_memory() -> int:
-    """Bytes of memory of this machine, or of the container if that has less."""
+    """The memory of this machine in bytes, or of the container if that has less."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -184,13 +184,13 @@ def _machine_memory() -> int:
 
 
 def _remote_session(settings: Settings, address: str) -> "SparkSession":
-    """A session on the Connect server `address`: what a client may set is set, the rest is the server's."""
+    """A session on the Connect server `address`, with those of our settings that a client may set."""
     from pyspark.errors import PySparkException
     from pyspark.sql.connect.session import SparkSession as ConnectSession
 
-    # The client itself tries again for many minutes before it says that nobody is there.
+    # Checked first, because the client retries for many minutes before it fails.
     host, port = reach(address)
-    # pyspark.sql.functions look here for which kind of session they are to make columns for.
+    # pyspark.sql.functions read this to know for which kind of session they make columns.
     os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
     try:
         session = ConnectSession.builder.remote(address).getOrCreate()

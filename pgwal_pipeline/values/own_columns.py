@@ -1,7 +1,7 @@
 """The names of the columns that the lake's tables have besides the source's."""
 
 RESERVED = "_pgwal_"
-"""What all of them begin with; a source's column may not."""
+"""The prefix of all of them. A column of the source may not begin with it."""
 
 OP = "_pgwal_op"
 COMMIT_LSN = "_pgwal_commit_lsn"
@@ -15,7 +15,7 @@ WINDOW = "_pgwal_window"
 """The partition column of raw: the window's key."""
 
 GENERATION = "_pgwal_generation"
-"""The partition column of a snapshot table: the id of the reading that a row belongs to."""
+"""The partition column of a snapshot table: the id of the generation that a row belongs to."""
 
 CHUNK = "_pgwal_chunk"
 """The id of the attempt at a chunk that wrote a row of a snapshot table."""

@@ -1,10 +1,10 @@
-"""What a table is, as the whole pipeline speaks of it: its name, its columns with their types, and the key that tells its rows apart."""
+"""A table as the whole pipeline sees it: its name, its columns with their types, and the key that identifies its rows."""
 
 import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Keywords that quote_ident quotes: every category but "unreserved" in pg_get_keywords() of Postgres 18.
+# Keywords that quote_ident quotes: all categories of pg_get_keywords() except "unreserved", as of Postgres 18.
 _KEYWORDS = frozenset(
     """all analyse analyze and any array as asc asymmetric authorization between bigint binary bit boolean both case cast char character
     check coalesce collate collation column concurrently constraint create cross current_catalog current_date current_role current_schema
@@ -22,7 +22,7 @@ _QUALIFIED = re.compile(r'(?:"((?:[^"]|"")+)"|([^".]+))\.(?:"((?:[^"]|"")+)"|([^
 
 
 def quote_ident(name: str) -> str:
-    """`name` as Postgres's own quote_ident writes it."""
+    """Return `name` as Postgres's quote_ident writes it."""
     if _PLAIN.match(name) and name not in _KEYWORDS:
         return name
     return '"' + name.replace('"', '""') + '"'
@@ -30,7 +30,7 @@ def quote_ident(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class TableName:
-    """A table's schema and name, as they stand in the catalog. `str()` quotes each part as quote_ident does."""
+    """A table's schema and name, as in the catalog. `str()` quotes each part as quote_ident does."""
 
     schema: str
     name: str
@@ -53,11 +53,11 @@ class TableName:
 
 @dataclass(frozen=True, slots=True)
 class PgType:
-    """A column's type with domains resolved to what they stand on.
+    """A column's type, with domains resolved to their base types.
 
-    `oid` and `typmod` are those of the base type (`typmod` -1 where there is none); `element` is the element's type where the type is an
-    array; `name` is the declared type as `format_type` shows it, for people. `delimiter` stands between two values of this type in the text
-    of an array of them (typdelim): a comma, but for box and a few extensions' types.
+    `oid` and `typmod` are those of the base type (`typmod` -1 if it has none). `element` is the element type of an array. `name` is the
+    declared type as `format_type` shows it, for people. `delimiter` (typdelim) separates values of this type in the text of an array: a
+    comma, except for box and a few extensions' types.
     """
 
     oid: int
@@ -69,7 +69,7 @@ class PgType:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column as it is published. `identity`: whether it is part of the replica identity, so that old rows carry it."""
+    """A published column. `identity`: whether it is part of the replica identity, so that old rows have its value."""
 
     name: str
     type: PgType
@@ -82,10 +82,10 @@ ReplicaIdentity = Literal["d", "n", "f", "i"]
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A published table as it is at some point of the stream.
+    """A published table as of some position in the stream.
 
-    `key` names the columns by which a row of `current` is known: the primary key, or the index of the replica identity. It is empty for a
-    table with replica identity full and no primary key, which is a bag of rows, and for one that is only inserted into.
+    `key` names the columns that identify a row of `current`: the primary key, or the index of the replica identity. It is empty for a table
+    with replica identity full and no primary key, which is a bag of rows, and for an insert-only table.
     """
 
     oid: int

@@ -1,7 +1,7 @@
-"""How a table is stored: what its rows depend on but the stream does not tell.
+"""How a table is stored in Postgres: facts that its rows depend on and the stream does not tell.
 
-A Relation message has names and types alone. A column that was dropped and made again, a default that old rows carry without being written,
-a rewrite, a partition that came with rows in it: all of them show here, and only here. `postgres.storage` reads it from the catalog.
+A Relation message has only names and types. A column that was dropped and added again, a default that old rows have without being
+rewritten, a rewrite, a partition attached with rows in it: these show only here. `postgres.storage` reads this from the catalog.
 """
 
 import json
@@ -14,9 +14,9 @@ _VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class StoredColumn:
-    """A column as it is stored. `number` is its attnum, never used twice; `type_oid` its declared type.
+    """A column as it is stored. `number` is its attnum, which is never used again; `type_oid` is its declared type.
 
-    `default_of_old`: rows written before the column was added have a value that is kept in the catalog (`atthasmissing`).
+    `default_of_old`: rows from before the column was added have a value that only the catalog has (`atthasmissing`).
     """
 
     number: int
@@ -27,11 +27,11 @@ class StoredColumn:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A table or leaf partition with rows of its own: its relfilenode, and the transaction (32 bits) that last wrote its pg_class row.
+    """A table or leaf partition with rows of its own. `node` is its relfilenode, `xid` the transaction that last wrote its pg_class row.
 
-    `attached` are the transactions that attached it, or a partition that it is part of: those that were made before they became partitions,
-    or may have been, so that they may have brought rows with them. `altered`: a column of the table was altered by the transaction that
-    last wrote the pg_class row, or by a later one.
+    Xids have 32 bits. `attached` are the transactions that attached it, or a partition that contains it, if that existed (or may have
+    existed) before it became a partition, so that it may have brought rows with it. `altered`: a column of the table was altered by the
+    transaction that last wrote the pg_class row, or by a later one.
     """
 
     oid: int
@@ -45,9 +45,9 @@ class StoredFile:
 class Storage:
     """How a table is stored and published.
 
-    `membership` are the ids of what puts the table into the publication, and the transaction that last altered the publication: where they
-    differ, changes may have gone by unpublished. `shown` are the columns that the table had, in their order, where the stream has been read
-    up to; none while that is not known.
+    `membership` are the ids of the catalog rows that put the table into the publication, and the transaction that last altered the
+    publication: if they differ from before, changes may not have been published. `shown` are the table's columns, in their order, at the
+    LSN up to which the stream has been read; empty if unknown.
     """
 
     columns: tuple[StoredColumn, ...]
@@ -56,7 +56,7 @@ class Storage:
     shown: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Write it as compact JSON, with the version of its form."""
+        """Return it as compact JSON with the version of the format."""
         found = {
             "version": _VERSION,
             "columns": [[column.number, column.name, column.type_oid, column.default_of_old] for column in self.columns],
@@ -68,7 +68,7 @@ class Storage:
 
     @classmethod
     def from_json(cls, text: str) -> "Storage":
-        """Read what `to_json` wrote, or the text of the first version: a list of the same without names."""
+        """Read the JSON of `to_json`, or of the first version, which was a list of the same values without names."""
         found = json.loads(text)
         if isinstance(found, list):
             found = dict(zip(("columns", "files", "membership", "shown"), found, strict=False))
@@ -81,6 +81,6 @@ class Storage:
 
 
 def stored_file(found: Sequence[Any]) -> StoredFile:
-    """Make a file of its fields in their order; those that an earlier version lacked may be missing at the end."""
+    """Return a StoredFile from its fields in their order. Fields that an earlier version lacked may be missing at the end."""
     oid, node, xid, attached, *altered = found
     return StoredFile(oid, node, xid, tuple(attached) if isinstance(attached, list) else (), *altered)

@@ -1,4 +1,4 @@
-"""Transactions: what tells one from another, and which of them a snapshot sees, as `pg_current_snapshot()` tells it."""
+"""Identify transactions, and tell which of them a snapshot from `pg_current_snapshot()` sees."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ _WRAP = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class TransactionMark:
-    """What tells a transaction from every other at its place: commit LSN, 32-bit xid, and time of commit in microseconds since 1970 UTC."""
+    """What identifies a transaction: commit LSN, 32-bit xid, and time of commit in microseconds since 1970 UTC."""
 
     commit_lsn: int
     xid: int
@@ -16,7 +16,7 @@ class TransactionMark:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Which transactions had ended at one moment: all below `low`, and those below `high` but for `running`. All ids have 64 bits."""
+    """Which transactions had ended at one moment: all below `low`, and those below `high` except `running`. All xids have 64 bits."""
 
     low: int
     high: int
@@ -24,16 +24,16 @@ class Snapshot:
 
     @classmethod
     def parse(cls, text: str) -> "Snapshot":
-        """Read `xmin:xmax:xip,xip`."""
+        """Read `xmin:xmax:xip,xip`, the text form of Postgres."""
         low, high, running = text.split(":")
         return cls(int(low), int(high), frozenset(int(xid) for xid in running.split(",") if xid))
 
     def sees(self, xid: int) -> bool:
-        """Whether the committed transaction `xid`, of which the lower 32 bits are given, is visible."""
+        """Return whether the committed transaction with the 32-bit `xid` is visible."""
         full = self.widened(xid)
         return full < self.low or (full < self.high and full not in self.running)
 
     def widened(self, xid: int) -> int:
-        """The 64 bits of a transaction of which 32 are known, being at most 2³¹ away from this snapshot's."""
+        """Return the 64-bit xid of a 32-bit one, which must be at most 2³¹ away from this snapshot's `high`."""
         distance = (xid - self.high) % _WRAP
         return self.high + (distance - _WRAP if distance >= _WRAP // 2 else distance)

@@ -238,7 +238,7 @@ def test_a_lake_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
 def test_a_file_that_is_gone_before_its_commit_stops_the_window(lake: Lake) -> None:
     (write,) = _written(lake, inserts("orders", {"id": [1]}))
     Path(write.path, write.files[0].path).unlink()
-    with pytest.raises(LakeError, match=r"is gone from .* before it became part of raw"):
+    with pytest.raises(LakeError, match=r"is missing from .* and was not committed to raw"):
         commit_window(lake, _KEY, [write])
     assert read(lake, lake.raw(_ORDERS)) == []
 
