@@ -15,7 +15,8 @@ POINT = re.compile(r'failpoints\.hit\("([a-z_.]+)"\)')
 PRIVATE = re.compile(
     r"""(?m)^from[ ](?!pgwal)\w+(?:\.\w+)*\._  # a private module of a library
     |noqa:[ ]SLF001(?![ ]-[ ]this[ ]module's[ ]own)  # a private attribute
-    |^[ ]+instance\.\w+[ ]=  # something of Dagster's instance that is replaced""",
+    |^[ ]+instance\.\w+[ ]=  # something of Dagster's instance that is replaced
+    |seen[ ]in[ ]\w+[ ]\d  # a module that keeps what a library does beyond its documentation""",
     re.VERBOSE,
 )
 

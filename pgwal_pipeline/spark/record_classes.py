@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 
-from pgwal_pipeline.lake.statements import table_at
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.spark import class_archive
@@ -30,7 +29,7 @@ def _publish_a_little(folder: str) -> None:
     spark.read.format("delta").load(f"{folder}/raw").createOrReplaceTempView("changes")
     spark.sql(_NEWEST).createOrReplaceTempView("newest")
     spark.sql(
-        f"MERGE INTO {table_at(path)} t USING newest s ON t.id <=> s.id WHEN MATCHED AND s.gone THEN DELETE "
+        f"MERGE INTO delta.`{path}` t USING newest s ON t.id <=> s.id WHEN MATCHED AND s.gone THEN DELETE "
         "WHEN MATCHED THEN UPDATE SET * WHEN NOT MATCHED AND NOT s.gone THEN INSERT *"
     ).collect()
     rows.write.parquet(f"{folder}/chunk")
