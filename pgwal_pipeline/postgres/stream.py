@@ -149,18 +149,17 @@ class ReplicationStream:
         return self._confirmed
 
     def read(self, max_bytes: int, timeout: float) -> Messages:
-        """The next messages; none where none came.
+        """Return the next messages; none if none came.
 
-        Gives what it has once that is `max_bytes` or 20,000 messages, when `timeout` is over, or when nothing more has come for a moment,
-        be it only a keepalive that moved `server_position`. Answers the server meanwhile. Raises, when all that came before has been
-        given, SourceUnavailable where the stream ended or broke, PublicationMissing where the publication was not there at a point of the
-        WAL, ChangeNotSent where the source fails at a change, otherwise what `translate` makes of the error.
+        It returns what it has once that is `max_bytes` or 20,000 messages, when `timeout` is over, or when nothing more has come for a
+        moment, be it only a keepalive that moved `server_position`. It answers the server meanwhile. Raises, when all that came before has
+        been returned, SourceUnavailable if the stream ended or broke, PublicationMissing if the publication was missing at a point of the
+        WAL, ChangeNotSent if the source fails at a change, otherwise what `translate` makes of the error.
         """
         if self._failure is not None:
             return self._last_messages(self._failure)
         payloads, positions = list[bytes](), array("Q")
         messages = Messages(payloads, positions)
-        add, place, read = payloads.append, positions.append, self._reading.read_message
         size, roused = 0, False
         before = self._server_position
         now = time.monotonic()
@@ -171,50 +170,62 @@ class ReplicationStream:
             while True:
                 if self._next_answer > now:
                     time.sleep(self._next_answer - now)
-                had, message, doubts = size, None, self._doubts
-                for _ in repeat(None, _MOST_MESSAGES - len(payloads)):
-                    message = read()
-                    if message is None:
-                        if not doubts:
-                            break
-                        doubts -= 1
-                        continue
-                    payload = message.payload
-                    add(payload)
-                    place(message.data_start)
-                    size += len(payload) + _ENVELOPE
-                    if size >= max_bytes:
-                        break
+                gain, full = self._take(payloads, positions, max_bytes - size)
+                size += gain
                 now = time.monotonic()
-                if roused or size > had:
+                if roused or gain:
                     self._heard = now
                 if now >= self._due and not self._hung_up():
                     self._report(ask=now - self._heard >= self._interval)
-                if message is not None:
+                if full:
                     return messages
                 self._server_position = max(self._server_position, self._reading.wal_end)
                 if now >= deadline:
                     self._heed_notices()
                     return messages
-                if size == had:
+                if not gain:
                     self._count_answers(now)
-                if not self._more_at_hand(size - had):
-                    until = min(deadline, self._due)
-                    lingers = now + _LINGER < until and bool(payloads or self._server_position > before)
-                    roused = bool(self._poll.poll(max(0.0, _LINGER if lingers else until - now) * 1000))
-                    if not roused and lingers:
+                roused = False
+                if not self._more_at_hand(gain):
+                    lingers = bool(payloads or self._server_position > before) and now + _LINGER < min(deadline, self._due)
+                    roused = self._wait_for_more(_LINGER if lingers else min(deadline, self._due) - now)
+                    if lingers and not roused:
                         self._heed_notices()
                         return messages
                     if not roused:
                         self._mind_silence()
                     now = time.monotonic()
-                else:
-                    roused = False
         except psycopg2.Error as error:
             self._server_position = before  # a warning of what is missing before it may not have been heard
             return self._last_messages(self._end(error, messages))
         finally:
             self._looked = time.monotonic()
+
+    def _take(self, payloads: list[bytes], positions: "array[int]", room: int) -> tuple[int, bool]:
+        """Take the messages that have come, up to `room` bytes or 20,000 messages in all.
+
+        Returns the bytes that they took on the way, and whether that is all that may be taken.
+        """
+        add, place, read = payloads.append, positions.append, self._reading.read_message
+        size, message, doubts = 0, None, self._doubts
+        for _ in repeat(None, _MOST_MESSAGES - len(payloads)):
+            message = read()
+            if message is None:
+                if not doubts:
+                    break
+                doubts -= 1
+                continue
+            payload = message.payload
+            add(payload)
+            place(message.data_start)
+            size += len(payload) + _ENVELOPE
+            if size >= room:
+                break
+        return size, message is not None
+
+    def _wait_for_more(self, seconds: float) -> bool:
+        """Wait until the socket has something to read, for so long at most; whether it has."""
+        return bool(self._poll.poll(max(0.0, seconds) * 1000))
 
     def confirm(self, lsn: int) -> None:
         """Tell the server, at once, that everything below `lsn` is durable: the slot may move there. Never moves back.
