@@ -35,6 +35,8 @@ def _expression(name: str, type_name: str, typmod: int) -> str:
     quoted = '"' + name.replace('"', '""') + '"'
     if type_name == "float4":
         return f"{quoted}::float8"
+    if type_name.startswith("_") and type_name[1:] not in _TYPED | {"numeric"}:
+        return f"{quoted}::text[]"
     if type_name in _TYPED or (type_name == "numeric" and typmod >= 0) or type_name.startswith("_"):
         return quoted
     return f"CASE WHEN {quoted} IS DISTINCT FROM NULL THEN format('%s', {quoted}) END"  # as the type's output function writes it

@@ -65,7 +65,7 @@ def test_a_source_that_stays_away(when: str, source: Source, tmp_path: Path, con
         said = err.strip().splitlines()[-1]
         newest = commands.json("as-of")
         assert said.startswith("pgwal: ")
-        assert said.endswith(f"What raw has is published, at {newest['lsn']}.")
+        assert said.endswith(f"What raw holds is published, at {newest['lsn']}.")
         assert parse_lsn(newest["lsn"]) > parse_lsn(first["lsn"])
         there = ids(tmp_path, "current", newest["tables"]["public.t"]["version"])
         assert there == ids(tmp_path, "raw") == list(range(len(there)))

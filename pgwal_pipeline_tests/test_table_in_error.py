@@ -71,7 +71,7 @@ def test_what_is_said_of_tables_in_error(quiet: Source, tmp_path: Path, connect_
             assert_equal(quiet, table, pointer["path"], pointer["version"])
         assert set(answer["publish"]["tables"]) == set(SOUND)
         said = err.strip().splitlines()[-1]
-        assert said.startswith("pgwal: public.clash, public.damaged could not be published, the other tables were: ")
+        assert said.startswith("pgwal: public.clash, public.damaged could not be published; the other tables were. ")
 
     status = commands.json("status")["tables"]
     assert {table: status[table]["state"] for table in (*SOUND, *FAULTY)} == {

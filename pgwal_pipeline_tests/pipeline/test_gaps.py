@@ -161,7 +161,7 @@ def test_a_prepared_file_that_is_gone_is_read_again(source: Source, make_pipelin
     Path(gone.path, gone.files[0].path).unlink()
     source.sql("INSERT INTO t VALUES (13, 0)")
     report = pipeline.drain()
-    assert any("is gone" in warning for warning in report.warnings)
+    assert any("is missing from" in warning for warning in report.warnings)
     assert ids_in_raw(pipeline) == [11, 12, 13]
     assert sorted(pl.read_delta(pipeline.lake.raw(TableName("public", "other")))["id"].to_list()) == [1, 2]
     assert pipeline.ledger.prepared() == ()

@@ -116,7 +116,7 @@ import sys
 from pgwal_pipeline.postgres import copies
 from pgwal_pipeline.postgres.dsn import connect
 with connect(sys.argv[1]) as conn:
-    copies.settle(conn, sys.argv[1], sys.argv[2], int(sys.argv[3]), warn=print)
+    copies.confirm_unread(conn, sys.argv[1], sys.argv[2], int(sys.argv[3]), warn=print)
 """
 
 
