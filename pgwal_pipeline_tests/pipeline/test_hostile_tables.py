@@ -268,7 +268,6 @@ def _renamed(number: int) -> list[str]:
     return [
         f"INSERT INTO ddl (id) VALUES ({number})",
         f"ALTER TABLE ddl RENAME COLUMN a{number - 1} TO r{number}",
-        "UPDATE ddl SET n = n + 1",
     ]
 
 
@@ -284,7 +283,7 @@ _DDL: tuple[Callable[[int], list[str]], ...] = (_added, _renamed, _retyped, _dro
 
 
 @pytest.mark.parametrize("count", rounds(4))
-def test_a_table_whose_definition_changes_in_every_transaction(count: int, source: Source, pipeline: Pipeline, spark: object) -> None:
+def test_a_table_whose_definition_changes_in_every_transaction(count: int, source: Source, pipeline: Pipeline) -> None:
     """Added, renamed, retyped and dropped columns, a few transactions between two syncs and more while they run."""
     with under_load(source):
         source.sql("CREATE TABLE ddl (id int PRIMARY KEY, v text, n int)")
@@ -298,8 +297,7 @@ def test_a_table_whose_definition_changes_in_every_transaction(count: int, sourc
             try:
                 while not ended.wait(0.15):
                     for statement in _DDL[number % len(_DDL)](number):
-                        if "n + 1" not in statement:
-                            alterer.execute(statement.encode())
+                        alterer.execute(statement.encode())
                     alterer.commit()
                     number += 1
             except BaseException as error:  # noqa: BLE001 - told by the test's thread
@@ -322,4 +320,4 @@ def test_a_table_whose_definition_changes_in_every_transaction(count: int, sourc
     for _ in range(2):
         pipeline.sync()
     assert pipeline.sync().errors == {}
-    assert_equal_by_spark(source, pipeline, spark, "ddl")
+    pipeline.assert_current("public.ddl")
