@@ -137,8 +137,8 @@ class TableError(PgwalError):
 def row_too_large(table: object, size: int, largest: int, oid: int, stage: str) -> TableError:
     """The error of a table with a row of `size` bytes, where `largest` is what one may have."""
     said = (
-        f"Table {table} has a row of {amounts.size(size)}, and one may have {amounts.size(largest)}, a quarter of PGWAL_MEMORY_BUDGET; "
-        f"raise that, or make the row smaller on the source."
+        f"Table {table} has a row of {amounts.size(size)}, and one may have {amounts.size(largest)} (64 MB, or a quarter of "
+        f"PGWAL_MEMORY_BUDGET where that is more); raise that, or make the row smaller on the source."
     )
     return TableError(str(table), said, oid, stage)
 

@@ -16,6 +16,9 @@ from pgwal_pipeline.errors import SettingError
 
 PREFIX = "PGWAL_"
 
+ROW_BYTES = 64 << 20
+"""Bytes that one row may have, whatever the memory budget."""
+
 _SHOWN = 80  # characters of a wrong value that its message repeats
 _SECRET = frozenset({"source_dsn", "spark_conf", "spark_remote"})
 _UNITS = {"B": 1, "": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
@@ -156,8 +159,8 @@ class Settings(BaseModel):
 
     @property
     def largest_row(self) -> int:
-        """Bytes that one row may have: decoded, written and merged it takes many times the room."""
-        return max(1 << 20, self.memory_budget // 4)
+        """Bytes that one row may have: 64 MB, or a quarter of the memory budget where that is more. A merge takes many times as much."""
+        return max(ROW_BYTES, self.memory_budget // 4)
 
     @property
     def catch_up_asked_for(self) -> bool:

@@ -162,6 +162,43 @@ def test_a_place_that_is_no_folder_for_dagster(tmp_path: Path) -> None:
     assert "DAGSTER_HOME" in err
 
 
+@pytest.mark.parametrize("where", ["environment", ".env"])
+def test_a_tilde_is_the_users_folder_for_dagster_as_for_everything(where: str, tmp_path: Path) -> None:
+    """Dagster expands it itself: runs of the UI and of the commands would be in two instances."""
+    (tmp_path / "user").mkdir()
+    commands = Commands(tmp_path, "host=127.0.0.1 port=1")
+    commands.environment |= {"HOME": str(tmp_path / "user"), "PGWAL_LAKE": "~/lake"}
+    del commands.environment["DAGSTER_HOME"]
+    if where == ".env":
+        (tmp_path / ".env").write_text("DAGSTER_HOME=~/x\n")
+    else:
+        commands.environment["DAGSTER_HOME"] = "~/x"
+    code, _, err = commands.run("publish")
+    assert code == 0, err
+    assert (tmp_path / "user/x/history/runs.db").exists()
+    assert "~" not in {path.name for path in tmp_path.iterdir()}
+    found = {check["name"]: check["found"] for check in json.loads(commands.run("doctor", "--json")[1])["checks"]}
+    assert found["dagster"] == f"{tmp_path}/user/x is writable"
+    assert found["settings"].startswith(f"lake {tmp_path}/user/lake,")
+
+
+def test_a_sync_without_a_table_to_follow_says_what_there_is(source: Source, commands: Commands) -> None:
+    source.sql("CREATE SCHEMA shop; CREATE TABLE shop.orders (id int PRIMARY KEY)")
+    code, out, err = commands.run("sync", PGWAL_TABLES="store.*,x.y")
+    assert code == 0, err
+    said = (
+        "No table that can be published matches PGWAL_TABLES=store.*,x.y, so there is nothing to follow; the database has tables in shop."
+    )
+    assert f"warning: {said}" in out
+    assert commands.json("drop", "--yes")["dropped"]
+    source.sql("CREATE PUBLICATION theirs")
+    commands.environment |= {"PGWAL_PUBLICATION": "theirs", "PGWAL_LAKE": f"{commands.environment['PGWAL_LAKE']}_other"}
+    (warning,) = commands.json("sync")["warnings"]
+    assert warning.startswith("Publication theirs holds no table, so there is nothing to follow; the database has tables in shop.")
+    # Nor is it forgotten later on.
+    assert commands.json("sync")["warnings"] == [warning]
+
+
 @pytest.mark.parametrize(("answer", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), ("n\n", 1)])
 def test_the_question_before_a_drop_may_be_interrupted(answer: signal.Signals | str, code: int, tmp_path: Path) -> None:
     environment = Commands(tmp_path, "host=127.0.0.1 port=1").environment

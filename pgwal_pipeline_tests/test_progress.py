@@ -54,6 +54,26 @@ def test_long_work_tells_its_pace_and_what_is_left(
     ]
 
 
+def test_slow_work_tells_the_seconds_that_one_takes(
+    log: logging.Logger, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    shown = progress.DagsterLog(log, every_seconds=0.0)
+    shown.stage("publish", 0, 5, "tables")
+    now += 8.0
+    shown.stage("publish", 2, 5, "tables")
+    shown.stage("drain", 0, None, "bytes of WAL")
+    now += 10.0
+    shown.stage("drain", 5, None, "bytes of WAL")
+    assert caplog.messages == [
+        "publish: 0 of 5 tables",
+        "publish: 2 of 5 tables, 4.0 s each, 12 s left",
+        "drain: 0 B of WAL",
+        "drain: 5 B of WAL, 0 B/s",
+    ]
+
+
 def test_warnings_are_noted_once(log: logging.Logger) -> None:
     noted = progress.Noted(progress.DagsterLog(log))
     for text in ("one", "two", "one"):

@@ -1,8 +1,11 @@
 """The files at the project's root that users copy, load or install from."""
 
+import ast
 import os
 import re
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -88,3 +91,22 @@ def test_constraints_are_exact_and_cover_what_is_asked_for() -> None:
         asked += extra
     names = {match[0] for requirement in asked if (match := re.match(r"[A-Za-z0-9.-]+", requirement))}
     assert names <= {line.partition("==")[0] for line in lines}
+
+
+def imported() -> set[str]:
+    """The distributions that the pipeline's modules import, be it inside a function."""
+    nodes = [node for path in (ROOT / "pgwal_pipeline").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    known = packages_distributions()
+    tops = {module.partition(".")[0] for module in modules} - {*sys.stdlib_module_names, "pgwal_pipeline"}
+    return {re.sub("[-_.]+", "-", known[top][0]).lower() for top in tops}
+
+
+def test_what_is_imported_is_declared() -> None:
+    """A package that comes with another one today may not come with its next version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["local"]]
+    declared = {match[0].lower() for requirement in asked if (match := re.match(r"[A-Za-z0-9.-]+", requirement))}
+    assert {"sqlalchemy", "pyyaml", "py4j"} <= imported()
+    assert imported() - declared == set()

@@ -9,16 +9,21 @@ from types import TracebackType
 from typing import Self
 
 from pgwal_pipeline import failpoints
+from pgwal_pipeline.errors import SourceUnavailable
 from pgwal_pipeline.lake.ledger import Window
 from pgwal_pipeline.pipeline.changes import Look
 from pgwal_pipeline.pipeline.counting import Pass, count, review, window_of
 from pgwal_pipeline.pipeline.tally import WindowRead
+from pgwal_pipeline.pipeline.window import StreamBroke
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline.xid import Snapshot
 
 
 class Committer:
     """Reviews and counts windows one after another on a thread of its own; a context manager that waits for the last of them.
+
+    Where the block ends because a connection broke, be it the stream's or the one on which windows are reviewed, it raises StreamBroke with
+    the windows that count by then.
 
     `before` are the looks at the tables from before any of them was read. `windows` are those that count, `reached` is the LSN where the
     last of them ends, 0 before the first: the slot may be confirmed to there.
@@ -38,6 +43,8 @@ class Committer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._pool.shutdown()
+        if isinstance(error, SourceUnavailable):
+            raise StreamBroke(error, error.kept if isinstance(error, StreamBroke) else None, self.windows) from error
 
     def take(self, read: WindowRead) -> None:
         """Count a window behind which the stream goes on; waits until the one before it counts, and raises what that raised."""

@@ -275,7 +275,7 @@ def _drain_windows(
         except StreamBroke as broke:
             committer.wait()
             _keep(run, broke, ended)
-            raise StreamBroke(broke, broke.kept, committer.windows) from broke
+            raise
         failpoints.hit("drain.after_files")
         committed = committer.submit(last, Snapshot.parse(ended))
         while not wait([committed], _ANSWER_EVERY).done:

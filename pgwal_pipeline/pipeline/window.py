@@ -25,6 +25,7 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.places import Places
 from pgwal_pipeline.lake.raw import WindowWriter
 from pgwal_pipeline.lake.records import Window
+from pgwal_pipeline.lake.schema import check_columns
 from pgwal_pipeline.lsn import window_key
 from pgwal_pipeline.pipeline.tally import Tally, WindowRead
 from pgwal_pipeline.postgres.standbys import HeldBack
@@ -322,7 +323,10 @@ def read_window(
     feed_bytes = max(64 << 10, min(4 << 20, memory_budget // 16))
 
     def wanted(message: RelationMessage) -> Relation | None:
-        return None if message.oid in places.left_out else describe(message)
+        relation = None if message.oid in places.left_out else describe(message)
+        if relation is not None:
+            check_columns(relation)  # before its rows stand beside our columns, which are found there by their names
+        return relation
 
     decoder = Decoder(wanted, start_lsn, start_lsn, largest_row=largest_row)
     consumer = _Consumer(decoder, lake, places, (start_lsn, end_lsn), memory_budget, expected or {}, portions)

@@ -109,24 +109,43 @@ def test_the_doctor_finds_what_would_stop_a_run(source: Source, make_pipeline: M
     assert wrong() == {}
 
 
-@pytest.mark.parametrize("why", ["size", pytest.param("idle", marks=pytest.mark.soak)])
-def test_a_slot_that_the_server_gave_up(why: str, make_server: Callable[..., Postgres], make_pipeline: MakePipeline, spark: Any) -> None:
+@pytest.mark.parametrize(
+    ("why", "policy"), [("size", "stop"), ("size", "resnapshot"), pytest.param("idle", "stop", marks=pytest.mark.soak)]
+)
+def test_a_slot_that_the_server_gave_up(
+    why: str, policy: str, make_server: Callable[..., Postgres], make_pipeline: MakePipeline, spark: Any
+) -> None:
+    """It is refused with what to do; where the user allowed it, it is made anew by itself and every table is read again."""
     limits = {"max_slot_wal_keep_size": "1MB", "wal_keep_size": "0", "max_wal_size": "32MB", "min_wal_size": "32MB"}
     server = make_server(**(limits if why == "size" else {"idle_replication_slot_timeout": "1s"}))
     with fresh_source(server) as source:
-        pipeline = make_pipeline(source_dsn=source.dsn)
+        pipeline = make_pipeline(source_dsn=source.dsn, on_slot_loss=policy)
         pipeline.source, pipeline.spark = source, lambda: spark
+        source.sql("CREATE TABLE u (id int PRIMARY KEY); INSERT INTO u SELECT generate_series(1, 10)")
         ready(source, pipeline)
+        before = pipeline.ledger.tables()
 
         def lost() -> bool:
-            source.sql("INSERT INTO t SELECT max(id) + 1 FROM t")
+            source.sql("INSERT INTO t SELECT max(id) + 1 FROM t; DELETE FROM u WHERE id = 3")
             source.sql("SELECT pg_switch_wal()")
             source.sql("CHECKPOINT")
             return source.value(SLOT.format("wal_status"), pipeline.settings.slot) == "lost"
 
         wait_for(lost, seconds=60, what="the slot to be lost")
-        refused(pipeline, SlotLost, "max_slot_wal_keep_size" if why == "size" else "idle_replication_slot_timeout")
-        renewed(source, pipeline)
+        if policy == "stop":
+            refused(pipeline, SlotLost, "max_slot_wal_keep_size" if why == "size" else "idle_replication_slot_timeout")
+            refused(pipeline, SlotLost, "Run `pgwal resnapshot --all`")
+            drains.renew(pipeline.settings, progress=Silent())
+        else:
+            (warning,) = pipeline.drain().warnings
+            assert "That is done now, as PGWAL_ON_SLOT_LOSS=resnapshot says." in warning
+        assert source.value(SLOT.format("wal_status"), pipeline.settings.slot) == "reserved"
+        assert set(snapshots.needed(pipeline.settings)) == set(before)
+        source.sql("UPDATE t SET v = 3 WHERE id = 20")
+        finish(source, pipeline)
+        pipeline.assert_current("public.u")
+        after = pipeline.ledger.tables()
+        assert all(after[table].generation not in (None, before[table].generation) for table in before)
 
 
 def test_publications_that_go_and_come(source: Source, make_pipeline: MakePipeline, spark: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 import pytest
 
+from pgwal_pipeline import failpoints
 from pgwal_pipeline.lsn import parse_lsn
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import window as windows
@@ -173,6 +174,27 @@ def test_a_connection_that_breaks_between_windows(source: Source, make_pipeline:
         r"What came whole is kept: [1-9]\d+ rows of [1-9]\d+ transactions, up to [0-9A-F]+/[0-9A-F]+, read in [0-9.]+ s\.", said
     )
     assert_raw_is_whole(pipeline, 200)
+
+
+def test_a_connection_that_breaks_beside_the_stream(source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one on which tables are looked at, while the stream's lives: what counts by then is told all the same."""
+    pipeline = prepared(source, make_pipeline, window_size="1MB", memory_budget="1MB")
+    fill(source, 100)
+    passed = [0]
+
+    def hit(name: str) -> None:
+        passed[0] += name == "drain.between_windows"
+        if name == "drain.between_windows" and passed[0] == 3:
+            source.sql(
+                "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND application_name LIKE 'pgwal%' AND backend_type <> 'walsender'"
+            )
+
+    monkeypatch.setattr(failpoints, "hit", hit)
+    report = drained(pipeline)
+    (said,) = report.warnings
+    assert re.search(r"What came whole is kept: [1-9]\d+ rows of [1-9]\d+ transactions, up to [0-9A-F]+/[0-9A-F]+, read in ", said), said
+    assert_raw_is_whole(pipeline, 100)
 
 
 def test_a_table_altered_and_truncated_between_windows(source: Source, pipeline: Pipeline) -> None:

@@ -1,5 +1,7 @@
 """Tables that cannot be followed because of their columns' names: changes to them cost nobody anything."""
 
+import pytest
+
 from pgwal_pipeline.relation import TableName
 from pgwal_pipeline_tests.pipeline.conftest import Pipeline
 from pgwal_pipeline_tests.support import Source
@@ -53,3 +55,39 @@ def test_changes_to_tables_with_names_that_clash(source: Source, pipeline: Pipel
     report = pipeline.sync()
     assert set(report.errors) == {"public.c3", "public.c5", "public.c6"}
     pipeline.assert_current("public.c0", "public.c1", "public.c2", "public.c4", "public.sound")
+
+
+@pytest.mark.parametrize(
+    ("column", "when"),
+    [
+        ("_pgwal_op", "between runs"),
+        ('"V"', "between two changes"),
+        pytest.param("_pgwal_op", "between two changes", marks=pytest.mark.soak),
+        pytest.param("_pgwal_text", "between runs", marks=pytest.mark.soak),
+        pytest.param('"V"', "between runs", marks=pytest.mark.soak),
+    ],
+)
+def test_a_name_that_clashes_comes_late(column: str, when: str, source: Source, pipeline: Pipeline) -> None:
+    """The table has been published; the column is added, and changes follow, in one window with changes from before or not."""
+    for table in ("a", "b", "c"):
+        source.sql(f"CREATE TABLE {table} (id int PRIMARY KEY, v text); INSERT INTO {table} VALUES (1, 'x')")
+    pipeline.sync()
+
+    def changes(number: int) -> None:
+        for table in ("a", "b", "c"):
+            source.sql(f"INSERT INTO {table} (id) VALUES ({number})")
+
+    if when == "between two changes":
+        changes(2)
+    source.sql(f"ALTER TABLE b ADD COLUMN {column} text")
+    for number in (3, 4):
+        changes(number)
+        report = pipeline.sync()
+        assert set(report.errors) == {"public.b"}
+        pipeline.assert_current("public.a", "public.c")
+    state = pipeline.ledger.tables()[TableName("public", "b")]
+    assert (state.state, state.left_out) == ("error", True)
+    source.sql(f"ALTER TABLE b RENAME COLUMN {column} TO w")
+    changes(5)
+    assert not pipeline.sync().errors
+    pipeline.assert_current("public.a", "public.b", "public.c")

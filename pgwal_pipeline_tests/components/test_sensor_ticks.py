@@ -1,0 +1,46 @@
+"""What keeps a sensor from looking is a failed tick with the reason, so that an alert can go by it."""
+
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from dagster._core.scheduler.instigation import TickStatus
+
+from pgwal_pipeline.pipeline.drain import bootstrap
+from pgwal_pipeline.progress import Silent
+from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests.components.ticks import sensor_daemon
+from pgwal_pipeline_tests.support import Source
+
+SENSORS = ("wal_lag", "new_tables")
+_AWAY = "postgresql://someone:s3cret@127.0.0.1:1/db"
+_UNREADABLE = "postgresql://someone:s3cret@host:port:x/db"
+
+
+@pytest.mark.parametrize(
+    ("dsn", "reason"), [(_AWAY, "127.0.0.1:1/db cannot be reached"), (_UNREADABLE, "PGWAL_SOURCE_DSN"), ("", "PGWAL_SOURCE_DSN is not set")]
+)
+def test_a_sensor_that_cannot_look_fails_its_tick_with_the_reason(
+    dsn: str, reason: str, source: Source, instance: dg.DagsterInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the lake knows of tables to be read or not; and once the source is there again, ticks are as before."""
+    for name, value in {"DAGSTER_HOME": str(tmp_path / "home"), "PGWAL_LAKE": str(tmp_path / "lake"), "PGWAL_SOURCE_DSN": dsn}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("PGHOST", "PGHOSTADDR", "PGPORT", "PGSERVICE", "PGDATABASE", "PGUSER"):
+        monkeypatch.delenv(name, raising=False)
+    with sensor_daemon(instance) as daemon:
+        daemon.tick()
+        source.sql("CREATE TABLE t (id int PRIMARY KEY)")
+        bootstrap(Settings.from_environment({"PGWAL_SOURCE_DSN": source.dsn, "PGWAL_LAKE": str(tmp_path / "lake")}), progress=Silent())
+        daemon.tick()
+        for sensor in SENSORS:
+            ticks = daemon.ticks(sensor)
+            assert [tick.status for tick in ticks] == [TickStatus.FAILURE] * 2
+            for tick in ticks:
+                assert tick.error is not None
+                assert reason in str(tick.error)
+                assert "s3cret" not in str(tick.error)
+                assert (tick.skip_reason, tick.run_ids) == (None, [])
+        monkeypatch.setenv("PGWAL_SOURCE_DSN", source.dsn)
+        daemon.tick()
+        assert all(daemon.ticks(sensor)[0].status != TickStatus.FAILURE for sensor in SENSORS)
