@@ -115,7 +115,7 @@ def source_identity(conn: Connection) -> SourceIdentity:
     )
     timeline = row[1]
     if timeline is None:
-        # After a promotion the control file has the old timeline until the next checkpoint; the name of the current WAL file has the new one.
+        # After a promotion the control file has the old timeline until the next checkpoint; the current WAL file's name has the new one.
         file = _one(conn, "SELECT pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn())")[0]
         timeline = int(file[:8], 16)
     return SourceIdentity(row[0], timeline, row[2], row[3], conn.info.server_version)
