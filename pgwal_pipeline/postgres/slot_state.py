@@ -21,9 +21,9 @@ PLUGIN = "pgoutput"
 class SlotState:
     """A replication slot as the server shows it; an LSN is 0 if the server shows none.
 
-    `lag_bytes`: bytes of flushed WAL that are not confirmed. `wal_status`: reserved, extended, unreserved or lost. `safe_wal_size`: bytes of
-    WAL that may still be written before the slot is in danger of being lost, None without a limit. `plugin` and `database` are empty for a
-    physical slot. `invalidation_reason`: why the server has invalidated the slot, None if it has not. `inactive_since`: set from 17 on,
+    `lag_bytes`: bytes of flushed WAL that are not confirmed. `wal_status`: reserved, extended, unreserved or lost. `safe_wal_size`: bytes
+    of WAL that may still be written before the slot is in danger of being lost, None without a limit. `plugin` and `database` are empty for
+    a physical slot. `invalidation_reason`: why the server has invalidated the slot, None if it has not. `inactive_since`: set from 17 on,
     while nobody reads the slot.
     """
 
