@@ -1,4 +1,4 @@
-"""The decoder's face: replication messages, or a COPY's blocks, in; typed Arrow tables out."""
+"""Decode batches of replication messages into typed Arrow tables; the decoder's interface, with `decode_copy` for blocks of a COPY."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +23,14 @@ _PARSERS: dict[int, Callable[[bytes], object]] = {TYPE: parse_type, ORIGIN: pars
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What one feed of messages held for the window.
+    """What one batch of messages held for the window.
 
-    `changes`: the tables' rows; a table comes twice only when its definition changed in between. `transactions`: how many commits of the
-    window's transactions with a change came. `changes_count`: changes of rows and tables emptied; a changed key counts once.
-    `last_commit_end_lsn`: where the last commit record seen ends, of a skipped transaction too; None without any. `in_transaction`: a
-    transaction is still open. `passed_end`: one with a commit LSN past the window came, so that the window has been seen whole.
-    `relations`: definitions that the window's transactions showed new or changed, in order. `partitions`: tables and their partitions
-    (oids) of which rows came as the table's. `min_xid`, `max_xid`: of the transactions with a row in `changes`. `marks`: the last of those
+    `changes`: the tables' rows; a table comes twice only if its definition changed in between. `transactions`: how many transactions of the
+    window that have a change were committed. `changes_count`: changed rows and truncated tables; a changed key counts once.
+    `last_commit_end_lsn`: the end of the last commit record, also of a skipped transaction; None if there was no commit. `in_transaction`:
+    whether a transaction is still open. `passed_end`: whether a transaction past the window's end came, so that the window is complete.
+    `relations`: new or changed definitions from the window's transactions, in order. `partitions`: pairs of a table and a partition (oids)
+    whose rows came as the table's. `min_xid`, `max_xid`: of the transactions with a row in `changes`. `marks`: the last of the transactions
     that `transactions` counts.
     """
 
@@ -49,7 +49,7 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where a decoder stands: what it goes on from when messages are fed again."""
+    """A decoder's state between two batches, from which it can go on when messages are fed again."""
 
     opened: OpenTransaction | None
     described: int | None
@@ -61,14 +61,14 @@ class Checkpoint:
 class Decoder:
     """Decodes the messages of one replication connection for one window: transactions with `start_lsn <= commit LSN < end_lsn`.
 
-    `describe` turns a Relation message into the table's definition, whose columns are the message's in the same order; None leaves the
-    table's changes out (they keep their ordinals). Messages are the payloads of replication messages, in the order of the
-    connection; how they are cut into feeds changes nothing in the rows. A feed that raised has changed nothing: it may be fed again,
-    after `leave_out` where the error is about one table.
+    `describe` turns a Relation message into the table's definition, whose columns are the message's in the same order. If it returns None,
+    the table's changes are left out (they still count for ordinals). Messages are the payloads of replication messages, in the order of the
+    connection; how they are cut into batches does not affect the rows. A call of `feed` that raised has changed nothing: the batch may be
+    fed again, after `leave_out` if the error is about one table.
     """
 
     def __init__(self, describe: Describe, start_lsn: int, end_lsn: int, *, largest_row: int = 0) -> None:
-        """`largest_row` is what a row may have that is said to be larger: see `feed`."""
+        """`largest_row` is the limit in bytes that the error for a message in `heads` names; see `feed`."""
         self._largest_row = largest_row
         self._start_lsn = start_lsn
         self._end_lsn = end_lsn
@@ -79,12 +79,12 @@ class Decoder:
         self._passed_end = False
 
     def feed(self, messages: Sequence[bytes], positions: Sequence[int] = (), heads: Mapping[int, int] | None = None) -> Decoded:
-        """Decode the next messages. Once the window's end was passed, whatever comes is ignored.
+        """Decode the next batch of messages. Once the window's end has been passed, messages are ignored.
 
-        `positions` are where they stand in the WAL, 0 for those that have no place; errors tell them. `heads` are those that were too
-        large, of which only the head is here (`frames.heads_of_large`): the fault of their tables.
+        `positions` are the messages' WAL positions, 0 for a message that has none; errors name them. `heads` are the messages that were too
+        large and were cut to their heads (`frames.heads_of_large`): an error of their tables.
 
-        Raises DecodeError, naming the position and where it can the table and column, for a message that cannot be read; TableWorkFailed
+        Raises DecodeError for a message that cannot be read, naming the position and, if possible, the table and column; TableWorkFailed
         for anything else that goes wrong with one table.
         """
         decoded: Decoded | None = None
@@ -105,18 +105,18 @@ class Decoder:
         return self._last_commit_lsn
 
     def end_after_this_transaction(self) -> int:
-        """Have the window end behind the last transaction that began; its new end."""
+        """End the window after the last transaction that began, and return the new end LSN."""
         self._end_lsn = min(self._end_lsn, self._last_commit_lsn + 1)
         return self._end_lsn
 
     def checkpoint(self) -> Checkpoint:
-        """Where the decoder stands between two feeds."""
+        """Return the decoder's state between two batches."""
         return Checkpoint(self._opened, self._described, self._last_commit_lsn, self._passed_end, self._known.latest())
 
     def next_window(self, end_lsn: int, checkpoint: Checkpoint | None = None) -> None:
-        """Go on with the window that begins where this one ends.
+        """Go on with the window that begins where this one ends, up to `end_lsn`.
 
-        With `checkpoint`, which is from before the feed that passed the end, that feed is to be fed again; without, all of it was wanted.
+        `checkpoint` is from before the batch that passed the old end, which must then be fed again. Omit it if the whole batch was wanted.
         """
         if checkpoint is not None:
             self._return_to(checkpoint)
@@ -130,11 +130,11 @@ class Decoder:
         self._known.restore(dict(checkpoint.latest))
 
     def leave_out(self, oid: int) -> None:
-        """Leave the changes of a table out from here on (they keep their ordinals)."""
+        """Leave the changes of a table out from here on (they still count for ordinals)."""
         self._known.leave_out(oid)
 
     def relation(self, oid: int) -> Relation | None:
-        """The table's definition as the stream described it last; None where it has not, or the table is left out."""
+        """Return the table's definition as the stream last described it; None if it has not, or if the table is left out."""
         return self._known.relation(oid)
 
     def _decode(self, frames: Frames) -> Decoded:
@@ -176,16 +176,16 @@ class Decoder:
             raise TableWorkFailed(relation.oid, str(relation.table), "decode") from error
 
     def _failing(self, routed: Route) -> Relation | None:
-        """The first table whose changes alone cannot be decoded either."""
+        """Return the first table whose changes fail to decode on their own too; None if there is none."""
         for oid in routed.tables():
             try:
                 decode_changes(routed.only(oid), self._known)
-            except Exception:  # noqa: BLE001 - what it is was raised before, for all tables together
+            except Exception:  # noqa: BLE001 - the caller has this error already, from decoding all tables together
                 return self._known.relation(oid)
         return None
 
     def _learn(self, routed: Route) -> tuple[Relation, ...]:
-        """Read the messages that change no rows: definitions, and such as only need to be whole."""
+        """Read the messages that change no rows: keep the definitions, and check that the others are well-formed."""
         described: dict[int, RelationMessage] = {}
         for index in routed.others():
             payload = routed.frames.bytes_of(index)
@@ -199,14 +199,14 @@ class Decoder:
                 failed = routed.frames.table_error if of_table else routed.frames.message_error
                 raise failed(index, str(error)) from None
         try:
-            # One that came with a transaction before the window was told of there.
+            # A definition from a transaction before the window belongs to an earlier window, which reported it.
             return tuple(relation for index, relation in self._known.learn(described).items() if routed.is_wanted(index))
         except UnreadableError as error:
             raise routed.frames.table_error(error.index, error.reason) from None
 
 
 def _together(one: Decoded, other: Decoded) -> Decoded:
-    """What two feeds held that follow each other."""
+    """Combine the results of two consecutive batches."""
     changes = list(one.changes)
     latest = {table.relation.oid: number for number, table in enumerate(changes)}
     for table in other.changes:

@@ -1,7 +1,7 @@
-"""Many byte strings laid end to end in one buffer, so that numpy reads the same field of all of them at once.
+"""Lay many byte strings end to end in one buffer, so that numpy can read the same field of all of them at once.
 
-Positions are byte offsets into that buffer, as int64 vectors. The buffer ends in zeros that belong to no string: a field of fixed size can
-be read wherever a string should still have it, and what is read past a string's own end is caught by comparing positions with `ends`.
+Positions are byte offsets into that buffer, as int64 vectors. The buffer ends in zeros that belong to no string, so a field of fixed size
+can be read wherever a string should have it. Comparing positions with `ends` catches what was read past a string's own end.
 """
 
 import sys
@@ -16,22 +16,22 @@ from pgwal_pipeline.messages.errors import DecodeError
 from pgwal_pipeline.values.lsn import format_lsn
 
 PORTION = 64 << 20
-"""Most bytes of one buffer, unless a single string has more; what is known of each field takes ten times the room of a null."""
+"""The most bytes in one buffer, unless a single string has more. The vectors that describe a field take ten times the bytes of a null."""
 
 HEAD = 8
-"""Bytes of a message that changes a row up to its first column: kind, oid, tag and column count."""
+"""How many bytes a message that changes a row has before its first column: kind, oid, tag and column count."""
 
 _CHANGES = b"IUD"
 _PADDING = bytes(64)
-_SHOWN = 24  # bytes of a message that an error shows
+_SHOWN = 24  # how many bytes of a message an error shows
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Byte strings end to end: the i-th lies in `octets[starts[i]:ends[i]]`. `words[p]` are the 8 bytes from p, in the machine's order.
+    """Byte strings end to end in one buffer: the i-th is `octets[starts[i]:ends[i]]`.
 
-    `positions` are where they stand in the WAL, for those that do. `heads` are those of which only the head is here, by index: the bytes
-    that each has as a whole.
+    `words[p]` is the 8 bytes from p on, in the machine's byte order. `positions` are the strings' WAL positions, if they have any. `heads`
+    has the index of each string that was cut down to its head, with the length in bytes of the whole string.
     """
 
     buffer: pa.Buffer
@@ -46,30 +46,30 @@ class Frames:
         return len(self.starts)
 
     def first(self, count: int) -> "Frames":
-        """The first `count` strings, on the same buffer."""
+        """Return the first `count` strings, on the same buffer."""
         return replace(self, starts=self.starts[:count], ends=self.ends[:count], positions=self.positions[:count])
 
     def octet(self, positions: Ints) -> Bytes:
-        """The byte at each position."""
+        """Return the byte at each position."""
         return self.octets[positions]
 
     def word(self, positions: Ints) -> Ints:
-        """The signed big-endian 64-bit number at each position."""
+        """Return the signed big-endian 64-bit number at each position."""
         words = self.words[positions]
         return words.byteswap(inplace=True) if sys.byteorder == "little" else words
 
     def bytes_of(self, index: int) -> bytes:
-        """The string at `index`."""
+        """Return the string at `index`."""
         return self.octets[self.starts[index] : self.ends[index]].tobytes()
 
     def table_error(self, index: int, reason: str, table: object = None) -> DecodeError:
-        """As `message_error`, for a message that belongs to one table, whose oid stands behind its kind."""
+        """Return `message_error` with the oid of the table that the message belongs to; the oid follows the kind byte."""
         error = self.message_error(index, reason, table)
         error.oid = int.from_bytes(error.payload[1:5]) if len(error.payload) >= 5 else 0
         return error
 
     def message_error(self, index: int, reason: str, table: object = None) -> DecodeError:
-        """The error for the replication message at `index`, with its position and its first bytes."""
+        """Return the error for the replication message at `index`, with its WAL position and its first bytes."""
         payload = self.bytes_of(index)
         lsn = self._lsn(index)
         kind = chr(payload[0]) if payload and 32 < payload[0] < 127 else "unknown"
@@ -82,23 +82,23 @@ class Frames:
         )
 
     def _lsn(self, index: int) -> int:
-        """Where the message at `index` stands in the WAL; Relation and Type messages carry no position, so the one before them counts."""
+        """Return the WAL position of the message at `index`, or of the last one before it: Relation and Type messages have no position."""
         return next((lsn for lsn in reversed(self.positions[: index + 1]) if lsn), 0)
 
 
 def heads_of_large(messages: Sequence[bytes], largest: int) -> tuple[list[bytes], dict[int, int]]:
-    """Cut messages that change a row and have more than `largest` bytes down to their heads.
+    """Cut each message that changes a row and has more than `largest` bytes down to its head.
 
-    Returns the messages, and of each one that was cut the bytes that it had, by index.
+    Returns all messages, and the original length in bytes of each one that was cut, by index.
     """
     large = {index: len(message) for index, message in enumerate(messages) if len(message) > largest and message[0] in _CHANGES}
     return [message[:HEAD] if index in large else message for index, message in enumerate(messages)], large
 
 
 def join(parts: Sequence[bytes], positions: Sequence[int] = (), heads: Mapping[int, int] | None = None) -> Iterator[Frames]:
-    """Lay `parts` end to end in as many buffers as it takes with at most PORTION bytes each; a longer one has a buffer of its own.
+    """Lay `parts` end to end in as few buffers of at most PORTION bytes as their order allows; a longer part gets a buffer of its own.
 
-    `positions` are where they stand in the WAL, `heads` are as those of `Frames`.
+    `positions` are the parts' WAL positions; `heads` is as in `Frames`.
     """
     lengths = np.fromiter(map(len, parts), np.int64, len(parts))
     through = np.cumsum(lengths)
@@ -111,7 +111,7 @@ def join(parts: Sequence[bytes], positions: Sequence[int] = (), heads: Mapping[i
 
 
 def lay(octets: bytearray, lengths: Sequence[int]) -> Frames:
-    """What lies end to end in `octets`, which is kept, as strings of these lengths."""
+    """Return the strings of these lengths that lie end to end in `octets`, which is extended and kept as the buffer."""
     octets += _PADDING
     return _framed(octets, np.array(lengths, np.int64), ())
 
@@ -128,8 +128,8 @@ def _framed(joined: bytes | bytearray, lengths: Ints, positions: Sequence[int]) 
 
 
 def words(octets: bytes | bytearray | pa.Buffer) -> Ints:
-    """The 8 bytes from each position on, in the machine's order.
+    """Return the 8 bytes from each position on, in the machine's byte order.
 
-    Overlapping and unaligned on purpose: one gather reads a kind byte together with the length behind it.
+    They overlap and are unaligned on purpose: one gather reads a kind byte together with the length after it.
     """
     return np.ndarray((len(octets) - 7,), np.int64, octets, strides=(1,))

@@ -1,4 +1,4 @@
-"""Which transaction each message of a run belongs to, at which place in it, and whether the window wants it; all as vectors."""
+"""Find the transaction and ordinal of each message in a batch, and whether the window includes it; all as vectors."""
 
 from dataclasses import dataclass, replace
 from typing import Final
@@ -13,20 +13,20 @@ from pgwal_pipeline.values.xid import TransactionMark
 BEGIN, COMMIT, INSERT, UPDATE, DELETE, TRUNCATE, RELATION, TYPE, ORIGIN, LOGICAL = b"BCIUDTRYOM"
 
 MARKS: Final = 8
-"""How many of the last transactions of a run are told of one by one."""
+"""How many of a batch's last transactions are reported one by one."""
 
 _KNOWN: Final = np.isin(np.arange(256), np.frombuffer(b"BCIUDTRYOM", np.uint8))
 _OTHERS: Final = np.isin(np.arange(256), np.frombuffer(b"RYOM", np.uint8))
 _ROWS: Final = np.isin(np.arange(256), np.frombuffer(b"IUD", np.uint8))
-_EPOCH: Final = 946_684_800_000_000  # microseconds from 1970-01-01 to 2000-01-01, from where Postgres counts
-_LATEST: Final = (1 << 63) - 1 - _EPOCH  # in microseconds since 2000: what comes later has no place in 64 bits since 1970
+_EPOCH: Final = 946_684_800_000_000  # microseconds from 1970-01-01 to 2000-01-01, where Postgres's time starts
+_LATEST: Final = (1 << 63) - 1 - _EPOCH  # microseconds since 2000; a later time, counted from 1970, exceeds 64 bits
 _BEGIN_SIZE: Final = 21
 _COMMIT_SIZE: Final = 26
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTransaction:
-    """A transaction whose Commit has not come yet; `changes` have. `committed_at` is in microseconds since 1970 UTC."""
+    """A transaction whose Commit has not come yet. `changes` counts those that have; `committed_at` is in microseconds since 1970 UTC."""
 
     commit_lsn: int
     committed_at: int
@@ -36,9 +36,9 @@ class OpenTransaction:
 
 @dataclass(frozen=True, slots=True)
 class Transactions:
-    """The transactions of a run, one entry each. The first is the one that was open before it (zeros where none was).
+    """The transactions of a batch, one entry each. The first is the one left open by the batch before (zeros if there is none).
 
-    `wanted`: whether its commit LSN is at or past the window's start.
+    `wanted`: whether the commit LSN is at or after the window's start.
     """
 
     commit_lsn: Ints
@@ -49,12 +49,12 @@ class Transactions:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A run of messages up to the window's end.
+    """A batch of messages, up to the window's end.
 
-    Per message: `kinds`, the byte that says what it is; `heads`, its first eight bytes as a number; `transaction`, the index of its
-    transaction; `ordinals`, the ordinal of its first change, counting every change of the transaction from 0; `rows`, whether it is a
-    change of one row that the window wants. `truncates`: the wanted ones by the index of their message. `committed` counts the wanted
-    transactions with a change whose Commit is here, `marks` are the last of them.
+    Per message: `kinds`, the byte that names its kind; `heads`, its first eight bytes as a number; `transaction`, the index of its
+    transaction; `ordinals`, the ordinal of its first change, counting every change of the transaction from 0; `rows`, whether it changes
+    one row and its transaction is wanted. `truncates`: the wanted Truncate messages by index. `committed` counts the wanted transactions
+    that have a change and whose Commit is in the batch; `marks` are the last of them.
     """
 
     frames: Frames
@@ -73,13 +73,14 @@ class Route:
     passed_end: bool
 
     def others(self) -> list[int]:
-        """The indices of messages that neither change rows nor begin or end a transaction."""
+        """Return the indices of messages that neither change rows nor begin or end a transaction."""
         return np.flatnonzero(_OTHERS[self.kinds]).tolist()
 
     def partitions(self, described: int | None) -> tuple[tuple[tuple[int, int], ...], int | None]:
-        """Tables and their partitions (oids) whose rows come as the table's: the server describes a partition right before the first one.
+        """Return pairs of a table and a partition (oids) whose rows are sent as the table's.
 
-        `described` is the table whose description the run before ended with; that of this run comes second.
+        The server describes a partition right before its first such row. `described` is the oid in the Relation message that the batch
+        before ended with, None if it ended otherwise; the second result is the same for this batch.
         """
         if not len(self.kinds):
             return (), described
@@ -92,25 +93,25 @@ class Route:
         return tuple((table, partition) for table, partition in pairs if table != partition), last[0] if last else None
 
     def _oids(self, messages: Ints) -> list[int]:
-        """The tables of messages that describe one or change a row of it."""
+        """Return the table's oid of each message, which must describe a table or change a row."""
         return (self.heads[messages] >> 24 & 0xFFFFFFFF).tolist()
 
     def is_wanted(self, message: int) -> bool:
-        """Whether a message belongs to a transaction that the window wants."""
+        """Return whether a message belongs to a wanted transaction."""
         return bool(self.transactions.wanted[self.transaction[message]])
 
     def tables(self) -> list[int]:
-        """The oids of the tables with a wanted change here."""
+        """Return the oids of the tables that have a wanted change in the batch."""
         emptied = {oid for message in self.truncates.values() for oid in message.relations}
         return sorted({*self._oids(np.flatnonzero(self.rows)), *emptied})
 
     def only(self, oid: int) -> "Route":
-        """The same run with no other table's changes wanted."""
+        """Return the same batch with only the changes of table `oid` wanted."""
         emptying = {index: message for index, message in self.truncates.items() if oid in message.relations}
         return replace(self, rows=self.rows & ((self.heads >> 24 & 0xFFFFFFFF) == oid), truncates=emptying)
 
     def xids(self) -> tuple[int | None, int | None]:
-        """The smallest and the largest id of the transactions that have a wanted change here."""
+        """Return the smallest and the largest xid of the transactions with a wanted change in the batch; None if there are none."""
         changing = self.rows.copy()
         changing[list(self.truncates)] = True
         xids = self.transactions.xid[self.transaction[changing]]
@@ -118,10 +119,10 @@ class Route:
 
 
 def route(frames: Frames, opened: OpenTransaction | None, last_commit_lsn: int, start_lsn: int, end_lsn: int) -> Route:
-    """Place the messages of a run, dropping all from the first Begin with a commit LSN of at least `end_lsn`.
+    """Assign the messages of a batch to their transactions, dropping all from the first Begin with a commit LSN of at least `end_lsn`.
 
-    `opened` is the transaction left open by the run before, `last_commit_lsn` the commit LSN of the last Begin before. Raises DecodeError
-    for messages that are none of pgoutput's, or that do not follow each other as transactions do.
+    `opened` is the transaction left open by the batch before, `last_commit_lsn` the commit LSN of the last Begin before. Raises DecodeError
+    for messages that are not pgoutput's, or that do not follow each other as transactions do.
     """
     heads = frames.word(frames.starts)
     kinds = (heads >> 56).astype(np.uint8)
@@ -181,14 +182,14 @@ def _marks(transactions: Transactions, chosen: Ints) -> tuple[TransactionMark, .
 
 
 def _first_past(frames: Frames, kinds: Bytes, end_lsn: int) -> int | None:
-    """The first Begin of a transaction that the window does not want any more."""
+    """Return the index of the first Begin of a transaction past the window's end; None if there is none."""
     begins = np.flatnonzero(kinds == BEGIN)
     past = frames.word(frames.starts[begins] + 1) >= end_lsn
     return int(begins[past.argmax()]) if past.any() else None
 
 
 def _check_framing(frames: Frames, kinds: Bytes, count: int) -> None:
-    """See that the first messages have a payload of a known kind, and that Begins and Commits have their sizes."""
+    """Check that the first `count` messages are of known kinds, and that Begin and Commit have the right size. Raises DecodeError."""
     sizes = (frames.ends - frames.starts)[:count]
     kinds = kinds[:count]
     wrong = (sizes == 0) | ~_KNOWN[kinds] | ((kinds == BEGIN) & (sizes != _BEGIN_SIZE)) | ((kinds == COMMIT) & (sizes != _COMMIT_SIZE))
@@ -203,7 +204,7 @@ def _check_framing(frames: Frames, kinds: Bytes, count: int) -> None:
 
 
 def _check_order(frames: Frames, kinds: Bytes, in_transaction: bool) -> None:
-    """See that Begin and Commit take turns."""
+    """Check that Begin and Commit alternate. Raises DecodeError."""
     ends = np.flatnonzero((kinds == BEGIN) | (kinds == COMMIT))
     wrong = (kinds[ends] == BEGIN) != ((np.arange(len(ends)) + in_transaction) % 2 == 0)
     if wrong.any():
@@ -227,7 +228,7 @@ def _transactions(frames: Frames, begins: Ints, opened: OpenTransaction | None, 
 
 
 def _check_increasing(frames: Frames, begins: Ints, transactions: Transactions, last_commit_lsn: int) -> None:
-    """See that transactions come in the order of their commits, each once."""
+    """Check that transactions come in the order of their commits, each once. Raises DecodeError."""
     earlier = transactions.commit_lsn[:-1].copy()
     earlier[:1] = np.maximum(earlier[:1], last_commit_lsn)
     wrong = transactions.commit_lsn[1:] <= earlier
@@ -236,7 +237,7 @@ def _check_increasing(frames: Frames, begins: Ints, transactions: Transactions, 
 
 
 def _check_commits(frames: Frames, commits: Ints, transactions: Transactions, transaction: Ints) -> Ints:
-    """See that each Commit belongs to its Begin; give where each commit record ends."""
+    """Check that each Commit matches its Begin, and return the end LSN of each commit record. Raises DecodeError."""
     at = frames.starts[commits] + 2
     lsn, end_lsn = frames.word(at), frames.word(at + 8)
     wrong = lsn != transactions.commit_lsn[transaction]

@@ -1,4 +1,4 @@
-"""Who holds others up on the source: transactions that are still open, prepared ones too."""
+"""Find the open transactions on the source, prepared ones too, that others have to wait for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _QUERY_LENGTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """An open transaction, of a session (`pid`) or prepared (`gid`), open for `seconds`. What the role may not see of it is None."""
+    """A transaction of a session (`pid`) or a prepared one (`gid`), open for `seconds`. What the role may not see of it is None."""
 
     pid: int | None
     gid: str | None
@@ -36,7 +36,7 @@ class Blocker:
 
 
 def describe(blockers: Sequence[Blocker]) -> str:
-    """The first few of them, for a message; `an open transaction` where none could be found."""
+    """Return the first 3 blockers as text for a message, and how many more there are; `an open transaction` if there are none."""
     if not blockers:
         return "an open transaction"
     more = f"; and {len(blockers) - _SHOWN} more" if len(blockers) > _SHOWN else ""
@@ -53,7 +53,7 @@ FROM pg_catalog.pg_prepared_xacts p"""
 
 
 def blocking(conn: Connection, pid: int) -> list[Blocker]:
-    """The transactions for which the session `pid` waits now, the oldest first; a slot being made waits for one after the other."""
+    """Return the transactions that session `pid` waits for now, oldest first. Creating a slot waits for one after the other."""
     return _ordered(
         conn,
         f"{_SESSION} WHERE a.pid = ANY (pg_catalog.pg_blocking_pids(%(pid)s)) UNION ALL {_PREPARED} "
@@ -64,7 +64,7 @@ def blocking(conn: Connection, pid: int) -> list[Blocker]:
 
 
 def waits_on(conn: Connection, pid: int) -> str | None:
-    """What of the server's own the session `pid` waits for, such as `LWLock ReplicationSlotAllocation`; None where it does not."""
+    """Return the server's internal wait event of session `pid`, such as `LWLock ReplicationSlotAllocation`; None if it waits for none."""
     row = conn.execute(
         "SELECT a.wait_event_type || ' ' || a.wait_event FROM pg_catalog.pg_stat_activity a "
         "WHERE a.pid = %s AND a.wait_event_type IN ('LWLock', 'IO', 'IPC', 'BufferPin')",
@@ -74,9 +74,9 @@ def waits_on(conn: Connection, pid: int) -> str | None:
 
 
 def at_slots(conn: Connection, pid: int) -> list[Blocker]:
-    """The other sessions that are making, copying, moving or dropping a slot now: the server's own locks on slots name no holder.
+    """Return the other sessions that are creating, copying, advancing or dropping a slot now, oldest first.
 
-    Only those whose statements the role may see.
+    They are found by their statements, as the server's internal locks on slots name no holder; the role may not see every statement.
     """
     return _ordered(
         conn,
@@ -86,9 +86,9 @@ def at_slots(conn: Connection, pid: int) -> list[Blocker]:
 
 
 def older_than(conn: Connection, seconds: float) -> list[Blocker]:
-    """The transactions that have written and been open for longer than `seconds`, in any database, the oldest first.
+    """Return the transactions, in any database, that have written and been open for longer than `seconds`, oldest first.
 
-    Others' sessions are seen only by a role that has the privileges of pg_read_all_stats; prepared transactions by all.
+    Sessions of other roles are visible only with the privileges of pg_read_all_stats; prepared transactions are visible to every role.
     """
     return _ordered(
         conn,

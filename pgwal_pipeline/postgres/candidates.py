@@ -1,4 +1,4 @@
-"""Which of the source's tables a publication of ours may hold, and why the others may not."""
+"""Find the source's tables that our publication may hold, and the reasons why others must be left out."""
 
 import fnmatch
 import glob
@@ -19,8 +19,8 @@ _FIRST_USER_OID = 16384
 class Candidate:
     """A user table that the globs match.
 
-    `reason` says why a publication of ours must leave it out, and what to do; None where it may be in. `owned`: whether the role of the
-    connection has the rights of its `owner`, without which it cannot put the table into a publication.
+    `reason` says why our publication must leave the table out, and what to do; None if it may be in. `owned`: whether the connection's role
+    has the rights of the `owner`, without which it cannot add the table to a publication.
     """
 
     table: TableName
@@ -55,13 +55,13 @@ class _Row:
 
     @property
     def carried(self) -> frozenset[str] | None:
-        """The columns by which old rows are known; None for all of them."""
+        """The columns of an old row that the WAL carries (the replica identity); None for all."""
         if self.identity == "f":
             return None
         return frozenset({"d": self.primary_key, "i": self.identity_index}.get(self.identity) or ())
 
 
-# Extensions' own tables are not the user's. Columns are looked at one by one only where the role may not read the whole table.
+# Tables of extensions are left out. Privileges on single columns are checked only if the role may not read the whole table.
 _TABLES_SQL = f"""
 SELECT c.oid, n.nspname::text, c.relname::text, c.relkind::text, c.relpersistence::text, c.relreplident::text,
     pg_catalog.pg_get_userbyid(c.relowner)::text, pg_catalog.pg_has_role(c.relowner, 'USAGE'),
@@ -93,12 +93,12 @@ ORDER BY n.nspname, c.relname
 
 
 def candidate_tables(conn: Connection, globs: str) -> list[Candidate]:
-    """Every user table that `globs` match, by name, in one query.
+    """Return every user table that `globs` match, sorted by name, in one query.
 
-    `globs` is as in PGWAL_TABLES: comma-separated `schema.table` with `*`, `?` and `[…]`, matched as the names stand in the catalog; a part
-    in double quotes is taken literally. A partitioned table stands for its partitions, which are listed only where the globs match none
-    of their parents. Tables of system schemas, temporary ones and those that belong to an extension are never listed. Raises what
-    `dsn.translate` makes of an error of the server's.
+    `globs` is as in PGWAL_TABLES: comma-separated `schema.table` with `*`, `?` and `[…]`, matched with the names as the catalog has them; a
+    part in double quotes is taken literally. A partitioned table stands for its partitions; a partition is listed only if the globs match
+    none of its parents. Temporary tables and those of system schemas or extensions are never listed. Raises the error that `dsn.translate`
+    returns for a server error.
     """
     try:
         rows = [_Row(*row) for row in conn.execute(_TABLES_SQL.encode()).fetchall()]
@@ -120,7 +120,7 @@ def candidate_tables(conn: Connection, globs: str) -> list[Candidate]:
 
 
 def matcher(globs: str) -> Callable[[TableName], bool]:
-    """Whether a table is one of those that `globs` (as in PGWAL_TABLES) ask for."""
+    """Return a function that says whether `globs` (as in PGWAL_TABLES) match a table."""
     patterns = [_parts(part) for part in _split(globs)]
 
     def matches(table: TableName) -> bool:
@@ -130,7 +130,7 @@ def matcher(globs: str) -> Callable[[TableName], bool]:
 
 
 def _split(globs: str) -> Iterable[str]:
-    """The globs of a list; a comma inside double quotes is part of a name."""
+    """Split a list of globs; a comma inside double quotes is part of a name."""
     return (part.strip() for part in re.findall(r'(?:"(?:[^"]|"")*"|[^",])+', globs) if part.strip())
 
 
@@ -160,7 +160,7 @@ def _leaves(row: _Row, children: dict[int, list[_Row]]) -> list[_Row]:
 
 
 def _reason(row: _Row, leaves: list[_Row], role: str, server_version: int) -> str | None:
-    """Why a publication of ours must not hold this table, the first of the reasons that apply."""
+    """Return the first reason why our publication must not hold this table; None if there is none."""
     reason = _own_reason(row, server_version) or _read_reason(row, role)
     if reason is not None:
         return reason
@@ -177,7 +177,7 @@ def _reason(row: _Row, leaves: list[_Row], role: str, server_version: int) -> st
 
 
 def _own_reason(row: _Row, server_version: int) -> str | None:
-    """What is wrong with the table in itself: nothing of it in the WAL, or its own UPDATE and DELETE would fail once it is published."""
+    """Return what is wrong with the table itself: the WAL lacks its rows, or publishing it would make its UPDATE and DELETE fail."""
     table = row.table
     if row.kind == "f":
         return "a foreign table, whose rows are not in this server's WAL"
@@ -219,7 +219,10 @@ def _read_reason(row: _Row, role: str) -> str | None:
 
 
 def _leaf_reason(root: _Row, leaf: _Row) -> str | None:
-    """Old rows are written by the partition's identity and read by the root's: the partition's must carry what the root's promises."""
+    """Return a reason if the partition's replica identity lacks columns of the root's.
+
+    Old rows are written with the partition's replica identity and read with the root's.
+    """
     if leaf.carried is None or (root.carried is not None and root.carried <= leaf.carried):
         return None
     return (

@@ -1,6 +1,6 @@
-"""What the source's catalog says: which server it is, which tables a publication holds, their types, keys and columns.
+"""Read the source's catalog: which server it is, and the tables of a publication with their types, keys and columns.
 
-Every question is asked once for all tables, never once a table, so that some hundred tables cost as little as one.
+Each question is one query for all tables, never one per table, so that some hundred tables cost as little as one.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class StreamedColumn(Protocol):
-    """A column as the stream's Relation message gives it; `identity`: whether old rows carry it."""
+    """A column of the stream's Relation message; `identity`: whether old rows carry it."""
 
     @property
     def name(self) -> str: ...
@@ -64,7 +64,7 @@ class StreamedRelation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceIdentity:
-    """What tells one source from another: the cluster, its timeline, and the database in it."""
+    """The identity of a source: the cluster, its timeline, and the database in it."""
 
     system_identifier: int
     timeline: int
@@ -76,14 +76,14 @@ class SourceIdentity:
 
 @dataclass(frozen=True, slots=True)
 class PublishedTable:
-    """A table of a publication: what it is, and the condition (SQL, unqualified column names) its rows must meet to be published."""
+    """A table of a publication, and the condition (SQL, unqualified column names) that rows must meet to be published."""
 
     relation: Relation
     row_filter: str | None
 
 
-# Two looks at a table's indexes: the columns of its primary key and those of its replica identity's index, in the index's order. INCLUDE
-# columns are no key; a deferrable key is none either, for within a transaction two rows may share it.
+# Two subqueries on a table's indexes: the columns of the primary key and of the replica identity's index, in the index's order. INCLUDE
+# columns are not part of the key. A deferrable key does not count: within a transaction two rows may share it.
 _INDEX_COLUMNS = """(SELECT pg_catalog.array_agg(a.attname::text ORDER BY k.place)
      FROM pg_catalog.pg_index i
      CROSS JOIN LATERAL pg_catalog.unnest(i.indkey) WITH ORDINALITY AS k (attnum, place)
@@ -92,14 +92,17 @@ _INDEX_COLUMNS = """(SELECT pg_catalog.array_agg(a.attname::text ORDER BY k.plac
 PRIMARY_KEY_SQL = _INDEX_COLUMNS.format(which="indisprimary")
 IDENTITY_INDEX_SQL = _INDEX_COLUMNS.format(which="indisreplident")
 
-# From 18 on a NOT NULL constraint may stand unvalidated, with nulls in old rows; before, none has a row of its own.
+# From 18 on a NOT NULL constraint may be unvalidated, with nulls in old rows; before 18 it has no row in pg_constraint.
 _NULLABLE_SQL = """(NOT a.attnotnull OR EXISTS (
      SELECT FROM pg_catalog.pg_constraint n
      WHERE n.conrelid = a.attrelid AND n.contype = 'n' AND NOT n.convalidated AND n.conkey[1] = a.attnum))"""
 
 
 def source_identity(conn: Connection) -> SourceIdentity:
-    """Which source `conn` talks to. Raises what `dsn.translate` makes of an error of the server's, as all functions here do."""
+    """Return the identity of the source that `conn` is connected to.
+
+    For a server error, all functions here raise the error that `dsn.translate` returns.
+    """
     row = _one(
         conn,
         """SELECT (SELECT system_identifier FROM pg_catalog.pg_control_system()),
@@ -112,22 +115,22 @@ def source_identity(conn: Connection) -> SourceIdentity:
     )
     timeline = row[1]
     if timeline is None:
-        # The control file lags behind a promotion until the next checkpoint; the name of the WAL file being written does not.
+        # After a promotion the control file has the old timeline until the next checkpoint; the current WAL file's name has the new one.
         file = _one(conn, "SELECT pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn())")[0]
         timeline = int(file[:8], 16)
     return SourceIdentity(row[0], timeline, row[2], row[3], conn.info.server_version)
 
 
 def running_transactions(conn: Connection) -> str:
-    """`pg_current_snapshot()` as text, `xmin:xmax:xid,…`: a transaction below xmax that is not listed has ended. A standby lists none."""
+    """Return `pg_current_snapshot()`, `xmin:xmax:xid,…`: transactions below xmax that are not listed have ended. A standby lists none."""
     return _one(conn, "SELECT pg_catalog.pg_current_snapshot()::text")[0]
 
 
 def resolve_types(conn: Connection, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], PgType]:
-    """The types of (type oid, typmod) pairs, in one query.
+    """Return the types of (type oid, typmod) pairs, in one query.
 
-    A domain becomes what it stands on, with the domain's typmod; an array has its element's type, to which the typmod goes. A type that the
-    catalog no longer knows is one called `???` without an element.
+    A domain becomes its base type, with the domain's typmod; an array has an element type, to which the typmod applies. A type that the
+    catalog no longer has is named `???` and has no element.
     """
     asked = set(pairs)
     if not asked:
@@ -157,20 +160,20 @@ def resolve_types(conn: Connection, pairs: Iterable[tuple[int, int]]) -> dict[tu
         if is_domain:
             below = resolve(base, base_typmod)
             return PgType(below.oid, below.typmod, name, below.element, delimiter)
-        # A domain over an array gives the array out as an array too: its element is found one step down.
+        # A domain over an array has array_out too, but the element of its base type: it is handled above.
         return PgType(oid, typmod, name, resolve(element, typmod) if is_array else None, delimiter)
 
     return {pair: resolve(*pair) for pair in asked}
 
 
 def primary_key(conn: Connection, oid: int) -> tuple[str, ...]:
-    """The columns of the table's primary key in its index's order; empty without one, and for a deferrable one."""
+    """Return the columns of the table's primary key in its index's order; empty if there is none or it is deferrable."""
     row = fetch(conn, f"SELECT {PRIMARY_KEY_SQL} FROM pg_catalog.pg_class c WHERE c.oid = %s", oid)
     return tuple(row[0][0] or ()) if row else ()
 
 
 def user_schemas(conn: Connection) -> list[str]:
-    """The schemas with tables of users, by name."""
+    """Return the schemas that have user tables, sorted by name."""
     rows = fetch(
         conn,
         """SELECT DISTINCT n.nspname::text FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
@@ -181,7 +184,7 @@ def user_schemas(conn: Connection) -> list[str]:
 
 
 def readable(conn: Connection, oids: Collection[int]) -> set[int]:
-    """Those of the tables `oids` whose rows the role may all read: every column, and no row hidden by row-level security."""
+    """Return those of the tables `oids` that the role may read whole: every column, and no row hidden by row-level security."""
     rows = fetch(
         conn,
         """SELECT c.oid::int8 FROM pg_catalog.pg_class c
@@ -196,20 +199,20 @@ def readable(conn: Connection, oids: Collection[int]) -> set[int]:
 
 
 def tables_of(conn: Connection, publication: str) -> list[Relation]:
-    """The tables of a publication as the stream will send them: see `published_tables`."""
+    """Return the tables of a publication as the stream will send them; see `published_tables`."""
     return [table.relation for table in published_tables(conn, publication)]
 
 
 def published_tables(conn: Connection, publication: str) -> list[PublishedTable]:
-    """The tables of a publication by name, as the stream will send them, in two queries.
+    """Return the tables of a publication, sorted by name, as the stream will send them, in two queries.
 
-    Roots stand for their partitions where it publishes through them; column lists are honoured, and generated columns stand only where
-    the server publishes them. Raises SourceRefused when there is no such publication.
+    A root stands for its partitions if the publication publishes through it. Columns are those of the column list, and generated columns
+    are included only if the server publishes them. Raises SourceRefused if there is no such publication.
     """
     version = conn.info.server_version
     attnames = "p.attnames" if version >= 150000 else "NULL::name[]"
     row_filter = "p.rowfilter" if version >= 150000 else "NULL::text"
-    # From 18 on the view lists generated columns that are published; before that none is, but 15 lists them.
+    # From 18 on the view lists just the generated columns that are published; before 18 none is published, though 15 lists them.
     generated = "true" if version >= 180000 else "a.attgenerated = ''"
     rows = fetch(
         conn,
@@ -246,10 +249,10 @@ def published_tables(conn: Connection, publication: str) -> list[PublishedTable]
 
 
 def describe(conn: Connection, message: StreamedRelation) -> Relation:
-    """The table that a Relation message of the stream tells of, with its types resolved and its key found.
+    """Return the definition of the table in a Relation message of the stream, with its types resolved and its key found.
 
-    The message is of the moment at which its rows were written, the catalog of now: names, types and identity are the message's; the
-    catalog adds which columns are the primary key and which may be null. A column that it no longer knows may be null.
+    The message describes the table when its rows were written, the catalog as it is now. Names, types and replica identity come from the
+    message; the primary key and which columns are NOT NULL come from the catalog. A column that the catalog no longer has may be null.
     """
     types = resolve_types(conn, {(column.type_oid, column.typmod) for column in message.columns})
     rows = fetch(
@@ -272,20 +275,20 @@ def describe(conn: Connection, message: StreamedRelation) -> Relation:
 def _relation(
     oid: int, table: TableName, identity: str, columns: tuple[Column, ...], primary: Sequence[str], index: Sequence[str]
 ) -> Relation:
-    """`primary` and `index`: the columns of the primary key and of the identity's index, in the order of their indexes."""
+    """Return a Relation with its key. `primary` and `index`: the columns of the primary key and of the identity index, in index order."""
     carried = [column.name for column in columns if column.identity]
     if primary and set(primary) <= set(carried):
         key = tuple(primary)
     elif identity == "f":
         key = ()
     else:
-        # In the index's order where it still is the same index, so that a range of keys is a range of the index.
+        # In the index's order if the index still has the same columns, so that a range of keys is a range of the index.
         key = tuple(index) if set(index) == set(carried) else tuple(carried)
     return Relation(oid, table, cast(ReplicaIdentity, identity), columns, key)
 
 
 def fetch(conn: Connection, query: str, *values: object) -> list[tuple[Any, ...]]:
-    """The rows of a query of the catalog; `%s` stand for `values`. Raises what `dsn.translate` makes of an error of the server's."""
+    """Return the rows of a catalog query; each `%s` stands for one of `values`. Raises the error that `dsn.translate` returns."""
     try:
         return conn.execute(query.encode(), values or None).fetchall()
     except psycopg2.Error as error:

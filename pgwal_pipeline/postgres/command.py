@@ -1,4 +1,4 @@
-"""One command, awaited in a way that can be bounded, watched and interrupted."""
+"""Run one command, with a wait that can be limited, watched and interrupted."""
 
 import time
 from contextlib import suppress
@@ -9,14 +9,14 @@ from pgwal_pipeline.messages.errors import PgwalError, SourceUnavailable
 from pgwal_pipeline.postgres.connection import Connection, Cursor, OnWait, ReplicationConnection, wait
 
 CANCEL_TIMEOUT = 10.0
-"""Seconds for a cancelled command to end."""
+"""Seconds that a cancelled command gets to end."""
 
 
 def run(conn: Connection | ReplicationConnection, command: str, *, on_wait: OnWait | None = None, every: float = 0.25) -> Cursor:
-    """Run `command`, whose last result the cursor has.
+    """Run `command` and return a cursor with its last result.
 
-    `on_wait` is called about every `every` seconds while the server is at it; what it raises ends the wait and leaves the command running.
-    Raises psycopg2.Error, with the server's SQLSTATE where the server sent one.
+    `on_wait` is called about every `every` seconds while the command runs. An exception from it ends the wait, and the command goes on.
+    Raises psycopg2.Error, with the SQLSTATE if the server sent one.
     """
     with conn.lock:
         cursor = conn.cursor()
@@ -26,10 +26,10 @@ def run(conn: Connection | ReplicationConnection, command: str, *, on_wait: OnWa
 
 
 def cancel(conn: Connection | ReplicationConnection, watching: Connection) -> None:
-    """End the command that runs on `conn`, by `watching`, which is connected to the same server; after 10 s its session with it.
+    """Cancel the command that runs on `conn`, over `watching`, a connection to the same server; after 10 s terminate its session.
 
-    The command may still succeed at the last moment. A server that cannot be reached any more is no error, nor is one that does not let
-    go of the command after 10 s more, for it cannot be interrupted everywhere; it ends when the server comes to it.
+    The command may still succeed at the last moment. No error is raised if the server cannot be reached any more, nor if the command still
+    runs 10 s later: it cannot be interrupted everywhere, and ends when it next checks for interrupts.
     """
     started = time.monotonic()
     pid = conn.info.backend_pid

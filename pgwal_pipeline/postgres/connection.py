@@ -1,7 +1,7 @@
-"""Sessions of psycopg2: how one is opened, how a statement is run and waited for, and how a wait is interrupted.
+"""Open psycopg2 sessions, run statements, and wait for them in a way that can be interrupted.
 
-psycopg2 waits for the server inside libpq, where no signal reaches Python. So sessions are asynchronous: the waiting is done here, and an
-interrupt ends it at once. Only COPY needs a session that blocks (`open_session` with `blocking`); it belongs to a thread, which gets no
+psycopg2 waits for the server inside libpq, where no signal reaches Python. So sessions are asynchronous: this module does the waiting, and
+an interrupt ends it at once. Only COPY needs a session that blocks (`open_session` with `blocking`); it belongs to a thread, which gets no
 signals anyway.
 """
 
@@ -25,7 +25,7 @@ from psycopg2.extras import LogicalReplicationConnection
 CANCEL_WAIT = 5
 """Seconds that an interrupted statement gets to end on the server."""
 
-_LONGEST_CONNECT = 130  # seconds for one address where nobody says how long
+_LONGEST_CONNECT = 130  # seconds for one address if no connect_timeout is set
 _LEAST_CONNECT = 2
 _VARIABLES = {
     "host": "PGHOST",
@@ -44,7 +44,7 @@ Params = Sequence[Any] | Mapping[str, Any] | None
 
 
 class Cursor(Protocol):
-    """What a statement gave."""
+    """The result of a statement."""
 
     @property
     def rowcount(self) -> int: ...
@@ -56,9 +56,9 @@ class Cursor(Protocol):
 
 
 class _Statements:
-    """What all sessions can do. A context manager that closes the session at its end.
+    """What all sessions have in common. As a context manager it closes the session at the end.
 
-    Threads may share one: `lock` is held while a statement is under way, and another waits for it.
+    Threads may share a session: `lock` is held while a statement runs, and other threads wait for it.
     """
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -66,9 +66,9 @@ class _Statements:
         self.lock = threading.RLock()
 
     def execute(self: Any, statement: str | bytes, params: Params = None) -> Cursor:
-        """Run a statement; its rows, those of the last one where several are sent together. Raises psycopg2.Error.
+        """Run a statement and return a cursor with its rows; of several statements sent together, the last one's. Raises psycopg2.Error.
 
-        `%s` and `%(name)s` stand for `params`; without them a `%` is only a percent sign.
+        `%s` and `%(name)s` stand for `params`; without `params` a `%` is just a percent sign.
         """
         with self.lock:
             cursor = self.cursor()
@@ -79,7 +79,7 @@ class _Statements:
 
     @contextmanager
     def transaction(self: Any) -> Iterator[None]:
-        """A transaction, or a savepoint inside of one: committed at the end of the context, rolled back where that is left by an error."""
+        """Run the context in a transaction (a savepoint inside of one): commit at its end, roll back if it raises."""
         inside = self.info.transaction_status != extensions.TRANSACTION_STATUS_IDLE
         begin, commit, back = ("SAVEPOINT pgwal", "RELEASE pgwal", "ROLLBACK TO pgwal; RELEASE pgwal") if inside else _WHOLE
         self.execute(begin)
@@ -105,24 +105,24 @@ class Connection(_Statements, extensions.connection):
     """A session for SQL."""
 
     parameters: Mapping[str, str]
-    """What it was made with by `open_session`."""
+    """The libpq parameters that `open_session` connected with."""
 
 
 class ReplicationConnection(_Statements, LogicalReplicationConnection):
-    """A walsender's session, which takes replication commands and plain SQL."""
+    """A session with a walsender, which takes replication commands and plain SQL."""
 
     parameters: Mapping[str, str]
-    """What it was made with by `open_session`."""
+    """The libpq parameters that `open_session` connected with."""
 
 
 _Session = TypeVar("_Session", Connection, ReplicationConnection)
 
 
 def wait(conn: Connection | ReplicationConnection, on_wait: OnWait | None = None, every: float = 0.25) -> None:
-    """Wait for what is under way on `conn`: its making, or a statement.
+    """Wait until `conn` is connected, or its statement has ended.
 
-    `on_wait` is called about every `every` seconds meanwhile; what it raises ends the wait and leaves the statement running. Without it an
-    interrupt has the server cancel the statement before it passes. Raises psycopg2.Error.
+    `on_wait` is called about every `every` seconds meanwhile. An exception from it ends the wait, and the statement goes on. Without
+    `on_wait`, an interrupt first has the server cancel the statement. Raises psycopg2.Error.
     """
     try:
         _poll(conn, on_wait, every)
@@ -135,10 +135,10 @@ def wait(conn: Connection | ReplicationConnection, on_wait: OnWait | None = None
 
 
 def open_session(kind: type[_Session], parameters: Mapping[str, str], *, blocking: bool = False) -> _Session:
-    """Connect with libpq's `parameters`, to the first of the addresses they lead to that takes the connection.
+    """Connect with libpq's `parameters`, to the first of their addresses that accepts the connection.
 
-    The names are looked up here, and each address has `connect_timeout` for itself, for libpq sees to neither when it is not to block.
-    Raises psycopg2.OperationalError, with what each address said.
+    This function resolves host names and applies `connect_timeout` to each address, as libpq does neither in asynchronous mode. Raises
+    psycopg2.OperationalError, with the reason of each address.
     """
     failures: list[str] = []
     for attempt in _attempts(parameters):
@@ -150,14 +150,14 @@ def open_session(kind: type[_Session], parameters: Mapping[str, str], *, blockin
 
 
 def plain_session(dsn: str, *, autocommit: bool = True, **parameters: Any) -> Connection:
-    """A session that blocks, as libpq makes it of `dsn` and the `parameters` over it: nothing is pinned. Raises psycopg2.Error."""
+    """Open a session that blocks, with `dsn` and `parameters` that override it. No settings are pinned. Raises psycopg2.Error."""
     conn = psycopg2.connect(extensions.make_dsn(dsn, **parameters), connection_factory=Connection)
     conn.autocommit = autocommit
     return conn
 
 
 def default_of(keyword: str) -> str | None:
-    """What libpq takes for a parameter that a DSN leaves out: its environment variable's value, or the name of this process's user."""
+    """Return libpq's default for a parameter: the value of its environment variable, or for `user` the name of this process's user."""
     value = os.environ.get(_VARIABLES[keyword])
     if value is None and keyword == "user":
         try:
@@ -194,15 +194,15 @@ def _poll(conn: Connection | ReplicationConnection, on_wait: OnWait | None, ever
     while (state := conn.poll()) != extensions.POLL_OK:
         ready = select.poll()
         ready.register(conn.fileno(), select.POLLOUT if state == extensions.POLL_WRITE else select.POLLIN)
-        # Not without end: what TLS has taken out of the socket already does not make it readable.
+        # With a time-out: data that TLS has already taken out of the socket does not make the socket readable.
         if not ready.poll(every * 1000) and on_wait is not None:
             on_wait()
 
 
 def _call_off(conn: Connection | ReplicationConnection) -> None:
-    """Cancel the statement that runs, so that nothing of it goes on, or waits for a lock, when its client has gone.
+    """Cancel the running statement, so that it does not go on, or wait for a lock, after its client has gone.
 
-    By a session of its own: libpq's own way to cancel blocks, with all of Python. A server that does not answer is not waited for.
+    It uses a session of its own, as libpq's cancel blocks all of Python. It gives up after 5 s if the server does not answer.
     """
     deadline = time.monotonic() + CANCEL_WAIT
 
@@ -224,7 +224,7 @@ def _connect_timeout(parameters: Mapping[str, str]) -> float:
 
 
 def _attempts(parameters: Mapping[str, str]) -> list[dict[str, str]]:
-    """The parameters once for each address, in the order in which libpq would try them. Raises psycopg2.OperationalError."""
+    """Return the parameters once for each address, in the order in which libpq would try them. Raises psycopg2.OperationalError."""
 
     def given(keyword: str) -> str:
         return parameters.get(keyword) or default_of(keyword) or ""
@@ -251,7 +251,7 @@ def _attempts(parameters: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def _addresses(attempt: Mapping[str, str]) -> list[dict[str, str]]:
-    """The addresses of a host, as parameters. Raises OSError, and UnicodeError for what cannot be a name."""
+    """Return the addresses of a host, as parameters. Raises OSError, and UnicodeError for an impossible name."""
     host = attempt.get("host", "")
     if attempt.get("hostaddr") or not host or host.startswith(("/", "@")):
         return [{}]

@@ -1,7 +1,7 @@
-"""Copies of the slot: what reads a later part of a long backlog while the slot itself reads the first.
+"""Copy the slot, so that a copy reads a later part of a long backlog while the slot itself reads the first.
 
-A copy is temporary. It belongs to the walsender's session that made it and is gone with that session, however it ends, so that none is ever
-left behind and none has to be told from somebody else's.
+A copy is temporary: it belongs to the walsender session that made it and ends with that session, however that ends. So no copy is ever left
+behind, and none has to be told from somebody else's.
 """
 
 import secrets
@@ -23,19 +23,19 @@ from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.postgres.waiting import watched
 from pgwal_pipeline.values.lsn import format_lsn
 
-_LET_GO = 10.0  # seconds for a walsender that has just ended to let go of its slot
+_LET_GO = 10.0  # seconds that a walsender that has just ended gets to release its slot
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many more replication slots and walsenders the server has room for."""
+    """The numbers of replication slots and walsenders that are free on the server."""
 
     slots: int
     senders: int
 
 
 def room(conn: Connection) -> Room:
-    """What max_replication_slots and max_wal_senders leave free now."""
+    """Return how many slots and walsenders are free now, by max_replication_slots and max_wal_senders."""
     row = first_row(
         conn,
         "looking for free replication slots",
@@ -47,7 +47,7 @@ def room(conn: Connection) -> Room:
 
 
 def positions(conn: Connection, slot: str) -> dict[int, int]:
-    """How far the WAL has been sent to whoever reads `slot` and its copies now, by where the slot read stands."""
+    """Return the sent LSN of each walsender that reads `slot` or a copy now, by the confirmed LSN of the slot it reads."""
     try:
         rows = conn.execute(
             "SELECT s.confirmed_flush_lsn - '0/0'::pg_lsn, r.sent_lsn - '0/0'::pg_lsn FROM pg_catalog.pg_replication_slots s "
@@ -62,7 +62,7 @@ def positions(conn: Connection, slot: str) -> dict[int, int]:
 
 
 class SlotCopy:
-    """A temporary copy of a slot, in a session of its own; to be read by `stream`, or given up by `close`."""
+    """A temporary copy of a slot, in a session of its own: read it with `stream`, or end it with `close`."""
 
     def __init__(self, conn: ReplicationConnection, dsn: str, name: str) -> None:
         self.name = name
@@ -71,12 +71,12 @@ class SlotCopy:
 
     @classmethod
     def make(cls, dsn: str, slot: str, *, blocked_timeout: float = 600.0, warn: Callable[[str], None] = lambda _: None) -> "SlotCopy":
-        """Copy `slot`, whoever reads it; the copy is called `<slot>_w_…`.
+        """Copy `slot`, even while it is read; the copy is named `<slot>_w_…`.
 
-        The server does not wait for open transactions with it, but for whoever is making or dropping another slot, its disk, or a lock on
-        its catalog. Those it waits for are named through `warn` after 5 s; past `blocked_timeout` seconds BlockedByTransaction is raised
-        and no copy is left. Raises SourceRefused where the server or the role cannot, or no slot or walsender is free, SlotLost where the
-        slot is gone or lost.
+        For this the server does not wait for open transactions, but it may wait for a session that creates or drops another slot, for its
+        disk, or for a lock on its catalog. After 5 s `warn` is told what it waits for. Raises BlockedByTransaction after `blocked_timeout`
+        seconds, and leaves no copy; SourceRefused if the server or the role cannot copy it, or no slot or walsender is free; SlotLost if
+        the slot is gone or lost.
         """
         name = f"{slot}_w_{secrets.token_hex(4)}"
         conn = replication_connection(dsn)
@@ -92,7 +92,7 @@ class SlotCopy:
         return cls(conn, dsn, name)
 
     def stream(self, publication: str, start_lsn: int, *, server_version: int) -> ReplicationStream:
-        """Move the copy to `start_lsn` and begin to read it there; otherwise as `ReplicationStream.open`. The stream owns the session."""
+        """Advance the copy to `start_lsn` and read it from there; otherwise as `ReplicationStream.open`. The stream owns the session."""
         try:
             _advance(lambda command: run(self._conn, command), self.name, start_lsn)
             return ReplicationStream.begin(self._conn, self._dsn, self.name, publication, start_lsn, server_version=server_version)
@@ -104,19 +104,19 @@ class SlotCopy:
             raise
 
     def close(self) -> None:
-        """End the session, and the copy with it. It may have ended already."""
+        """End the session, and the copy with it. Does nothing if it has ended already."""
         self._conn.close()
 
 
 def confirm_unread(conn: Connection, dsn: str, slot: str, lsn: int, *, warn: Callable[[str], None]) -> None:
-    """Confirm the slot up to `lsn`, where it has not read to itself, and have it let go of the WAL before.
+    """Confirm the slot up to `lsn` without having read to there, so that it releases the WAL before.
 
-    Standbys that hold the slot back are named through `warn` after 5 s, and waited for no longer than 60 s: SourceUnavailable. Raises
-    otherwise what `slot_state.refusal` makes of an error: SlotBusy while it is read, SlotLost.
+    After 5 s `warn` is told of standbys that hold the slot back; after 60 s SourceUnavailable is raised. Other errors are raised as
+    `slot_state.refusal` returns them, such as SlotBusy while the slot is read, and SlotLost.
     """
     existing(conn, slot)
     with suppress(psycopg2.Error):
-        # Should this process die while the server waits for standbys, the server is to let go of the slot by itself.
+        # If this process dies while the server waits for standbys, the server then releases the slot by itself.
         conn.execute("SET client_connection_check_interval = '2s'")
     held = HeldBack(dsn, slot, warn)
     deadline = time.monotonic() + _LET_GO
@@ -134,7 +134,7 @@ def confirm_unread(conn: Connection, dsn: str, slot: str, lsn: int, *, warn: Cal
 
 
 def _watched(conn: Connection, dsn: str, command: str, held: HeldBack) -> None:
-    """Run `command`, cancelled on the server before an exception passes that does not come from there."""
+    """Run `command`; on an exception that is not the server's, cancel the command on the server first."""
     try:
         run(conn, command, on_wait=held.stands)
     except psycopg2.Error:
@@ -146,10 +146,10 @@ def _watched(conn: Connection, dsn: str, command: str, held: HeldBack) -> None:
 
 
 def _advance(execute: Callable[[str], object], name: str, lsn: int) -> None:
-    """Advance a slot without reading what lies between, which takes the server about a tenth of the time of decoding it.
+    """Advance a slot to `lsn` without reading the WAL between, which takes the server about a tenth of the time of decoding it.
 
-    Twice: it notes but the first place in the WAL from which it could be read again, and begins there when it is read. Only when the
-    confirmed position is past such a place already does it take that place at once, and so the last one.
+    It does so twice. The first time the server notes only the first LSN in between from which the slot could restart, and would begin to
+    read there. Once the confirmed LSN is past such a point, the server takes it at once, and so arrives at the last one.
     """
     for _ in range(2):
         execute(f"SELECT pg_catalog.pg_replication_slot_advance('{name}', '{format_lsn(lsn)}'::pg_catalog.pg_lsn)")

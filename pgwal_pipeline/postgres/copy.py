@@ -1,8 +1,8 @@
-"""Reading a table's rows: in ranges of its key, each in a short transaction of its own that says which transactions it sees.
+"""Read a table's rows in ranges of its key, each in a short transaction of its own whose snapshot is recorded.
 
-A table without a key is read in ranges of its blocks, all of them under one exported snapshot.
+A table without a key is read in ranges of blocks, all under one exported snapshot.
 
-Values leave Postgres as the text of their types' output functions, which is what the stream carries too: both are decoded alike.
+Values leave Postgres as the text that their types' output functions write. The stream carries the same text, so both are decoded alike.
 """
 
 import math
@@ -35,19 +35,19 @@ __all__ = [
 _BLOCK_BYTES = 4 << 20
 _TEXTUAL = frozenset({25, 114, 1042, 1043})  # text, json, char(n), varchar: their binary form is their text
 
-# Rows that a policy hides would be missing without a word: off, such a read is an error. A lock that does not come leaves an open
-# transaction behind on the source, which holds back its vacuum.
+# With row_security off, a read from which a policy would hide rows is an error instead of silently lacking them. The lock_timeout is there
+# because a transaction that waits for a lock holds back the source's vacuum.
 _SETTINGS = "SET row_security = off; SET jit = off; SET lock_timeout = '60s'"
-# The next bound is the end of a walk along the index; where statistics are off, a sort of the whole table may look cheaper.
+# A bound is found by a walk along the index; with wrong statistics the planner may prefer to sort the whole table.
 _ALONG_THE_INDEX = "SET LOCAL row_security = off; SET LOCAL jit = off; SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkBounds:
-    """A range of the key, `lower < key <= upper`, None where it is open; two equal bounds are that key alone.
+    """A range of the key, `lower < key <= upper`; None for an open end. Two equal bounds mean that key alone.
 
-    Each bound has a text for each column of the relation's key, in the key's order, as Postgres writes the value. Of a relation without a
-    key it is a range of row addresses, `lower <= ctid < upper`.
+    A bound has the value of each key column, in the key's order, as text that Postgres writes. For a relation without a key it is a range
+    of row addresses, `lower <= ctid < upper`.
     """
 
     lower: tuple[str, ...] | None
@@ -56,7 +56,7 @@ class ChunkBounds:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRead:
-    """What a read was of: the transactions that it saw (`xmin:xmax:xid,…`), its rows and bytes, and the insert LSN after its last row."""
+    """The result of a read: its snapshot (`xmin:xmax:xid,…`), the number of rows and bytes, and the insert LSN after its last row."""
 
     snapshot: str
     rows: int
@@ -65,19 +65,19 @@ class ChunkRead:
 
 
 class TableChanged(TableError):
-    """The table is not what it was when its columns were looked up: to be read again from the start, as it is now."""
+    """Raised if the table is not what it was when its columns were looked up; it must be read again from the start, as it is now."""
 
     transient = True
 
 
 def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> Iterator[ChunkBounds]:
-    """Cut a table into ranges of its key with about `rows_per_chunk` rows each, in the key's order; together they hold every key.
+    """Cut a table into ranges of its key with about `rows_per_chunk` rows each, in the key's order; together they cover every key.
 
-    The first has no lower bound, the last no upper one. A table that seems smaller than a chunk, or has no index in its key's order, is one
-    chunk. Each bound costs a walk along the index over one chunk, and is looked up when it is asked for. A table without a key is cut into
-    ranges of blocks, to be read under one snapshot (`exported_snapshot`); on a standby, which exports none, it is one chunk. `conn` must
-    not be inside a transaction. Raises TableError where the role may not read the table, TableChanged where it is not as `relation` says,
-    and what `dsn.translate` makes of other errors.
+    The first range has no lower bound, the last no upper one. A table that seems smaller than a chunk, or has no index in its key's order,
+    is one chunk. Each bound costs a walk along the index over one chunk, and is looked up when the iterator gets to it. A table without a
+    key is cut into ranges of blocks, to be read under one snapshot (`exported_snapshot`); on a standby, which exports none, it is one
+    chunk. `conn` must not be inside a transaction. Raises TableError if the role may not read the table, TableChanged if it differs
+    from `relation`, and for other errors the one that `dsn.translate` returns.
     """
     lower = None
     if not relation.key:
@@ -98,7 +98,7 @@ def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> It
                     yield ChunkBounds(lower, bound)
                     lower, bound = bound, following
         except errors.CharacterNotInRepertoire:
-            pass  # a key in a database in SQL_ASCII that is not UTF-8 cannot be a bound: all from the last one on is one chunk
+            pass  # in a SQL_ASCII database a key that is not UTF-8 cannot be a bound: the rest is one chunk
         except psycopg2.Error as error:
             raise _read_error(error, relation, conn) from error
     yield ChunkBounds(lower, None)
@@ -106,7 +106,7 @@ def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> It
 
 @contextmanager
 def exported_snapshot(dsn: str) -> Iterator[str | None]:
-    """A snapshot for several reads to see the same rows, which lives as long as the context; None on a standby, which exports none."""
+    """Export a snapshot with which several reads see the same rows, for as long as the context; None on a standby, which exports none."""
     conn = connect(dsn, application="pgwal snapshot")
     try:
         if conn.execute("SELECT pg_catalog.pg_is_in_recovery()").fetchall()[0][0]:
@@ -121,9 +121,9 @@ def exported_snapshot(dsn: str) -> Iterator[str | None]:
 
 
 def estimated_size(conn: Connection, relation: Relation) -> tuple[int, int]:
-    """About how many rows a table has, as the planner guesses, and its bytes on disk, its partitions' too.
+    """Return the planner's estimate of a table's rows, and its bytes on disk, partitions included.
 
-    Raises TableError, TableChanged as `plan_chunks` does.
+    Raises TableError and TableChanged as `plan_chunks` does.
     """
     try:
         size = conn.execute(
@@ -147,17 +147,17 @@ def read_chunk(
     exported_snapshot: str | None = None,
     largest_row: int = 1 << 30,
 ) -> ChunkRead:
-    """Read the rows of a range, in a transaction of its own, and hand them on as the messages of a COPY in binary format, some at a time.
+    """Read the rows of a range in a transaction of its own, and pass them to `on_rows` as blocks of messages of a COPY in binary format.
 
-    Each field is the text of its type's output function, but those of the types whose OIDs are in `binary`: these are as their types' send
-    functions write them. A message is a row, the first with the 19 bytes of the header before it; the last is the trailer. `on_rows` gets
-    about 4 MiB of them end to end, to keep, and the length of each. `row_filter` is the publication's condition for this table
-    (`catalog.published_tables`), so that rows which are not in the stream are not in the snapshot. `exported_snapshot` names one that the
-    read is to see instead of its own.
+    Each field is the text that its type's output function writes, or for the type OIDs in `binary` the bytes that its send function writes.
+    A message is a row; the first has the 19 bytes of the header before it, and the last message is the trailer. `on_rows` gets about 4 MiB
+    of messages end to end, which it may keep, and the length of each. `row_filter` is the publication's condition for this table
+    (`catalog.published_tables`): rows that are not in the stream must not be in the snapshot. `exported_snapshot` names a snapshot to read
+    under instead of a new one.
 
-    Raises TableError where rows cannot be read (no SELECT, row-level security that would hide some, a row of more than `largest_row` bytes,
-    anything that the source says against this table), TableChanged where the table is not as
-    `relation` says any more, SourceUnavailable where the read broke off.
+    Raises TableError if rows cannot be read (no SELECT, row-level security that would hide some, a row of more than `largest_row` bytes, or
+    another error of the source about this table), TableChanged if the table differs from `relation` now, SourceUnavailable if the read
+    broke off.
     """
     conn = copying_connection(dsn, application="pgwal snapshot")
     try:
@@ -167,22 +167,22 @@ def read_chunk(
         if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
             conn.execute(BYTES_AS_THEY_ARE.encode())
         rows, size = _copy_out(conn, statement, on_rows, largest_row, relation)
-        # After the read, not at its snapshot: TRUNCATE and DDL that rewrites the table are seen by it whenever they were done.
+        # The LSN after the read, not that of its snapshot: a read sees TRUNCATE and DDL that rewrites the table even if they came later.
         lsn = insert_lsn(conn)
-        # Names are looked up as they are now, whatever the snapshot; until the transaction ends nothing renames what was read.
+        # Names are looked up as they are now, not as of the snapshot. The lock on the table prevents renames until the transaction ends.
         if conn.execute("SELECT pg_catalog.to_regclass(%s)::oid::int8", [str(relation.table)]).fetchall()[0][0] != relation.oid:
             raise TableChanged(str(relation.table), f"Table {relation.table} was renamed or made anew while it was read; read it again.")
         conn.execute(b"COMMIT")
     except psycopg2.Error as error:
         raise _read_error(error, relation, conn) from error
     finally:
-        # Not a rollback: on the way out of a COPY that was broken off, the connection takes no more statements.
+        # No ROLLBACK: after a COPY that was broken off, the connection takes no more statements.
         conn.close()
     return ChunkRead(snapshot, rows, size, lsn)
 
 
 def _enter_snapshot(conn: Connection, exported: str) -> str:
-    """Begin a transaction that sees what the one that exported its snapshot sees; the snapshot as text."""
+    """Begin a transaction with an exported snapshot, and return that snapshot as text. Raises SourceUnavailable if it is gone."""
     conn.execute(b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
     try:
         conn.execute(("SET TRANSACTION SNAPSHOT '" + exported.replace("'", "''") + "'").encode())
@@ -215,7 +215,7 @@ def _copy_statement(conn: Connection, relation: Relation, bounds: ChunkBounds, b
 
 
 def _fields(conn: Connection, relation: Relation, binary: Collection[int]) -> list[str]:
-    """The expressions whose binary forms are the columns' texts, or for the types in `binary` theirs. Raises TableChanged, TableError."""
+    """Return the columns' SQL expressions: the value itself for the types in `binary`, else its text. Raises TableChanged, TableError."""
     rows = conn.execute(
         """SELECT n.nspname::text, c.relname::text, pg_catalog.row_security_active(c.oid)
            FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %s""",
@@ -256,7 +256,7 @@ def _fields(conn: Connection, relation: Relation, binary: Collection[int]) -> li
     for column in relation.columns:
         schema, function, strict, type_name, borrowed = outputs[column.type.oid]
         value = quote_ident(column.name)
-        # Polymorphic output functions such as enum_out do not take a domain for what it stands on.
+        # Polymorphic output functions such as enum_out do not accept a domain as its base type.
         typed = f"{value}::{type_name}" if stored[column.name][0] != column.type.oid else value
         if column.type.oid in binary or column.type.oid in _TEXTUAL:
             fields.append(typed)
@@ -269,17 +269,17 @@ def _fields(conn: Connection, relation: Relation, binary: Collection[int]) -> li
 
 
 def _same(one: PgType, other: PgType) -> bool:
-    """Whether two types have the same values and texts; what a domain over one is called does not matter."""
+    """Return whether two types have the same values and texts; a domain's name does not matter."""
     if one.element is None or other.element is None:
         return (one.oid, one.typmod, one.element) == (other.oid, other.typmod, other.element)
     return (one.oid, one.typmod) == (other.oid, other.typmod) and _same(one.element, other.element)
 
 
 class _Rows:
-    """Takes what COPY sends, row by row, and hands it on in blocks.
+    """The file that COPY writes to, row by row; it passes the rows on in blocks.
 
-    As little Python a row as there can be, and nothing kept of it that the garbage collector looks after, which took three times as long
-    as the copy.
+    It runs as little Python per row as possible and keeps no objects that the garbage collector tracks, which took three times as long as
+    the copy.
     """
 
     def __init__(self, on_rows: Callable[[bytearray, list[int]], None], largest_row: int, relation: Relation) -> None:
@@ -290,7 +290,7 @@ class _Rows:
         self.total = 0
 
     def write(self, row: bytes) -> None:
-        """Take a row. Raises TableError where it is too large."""
+        """Add a row. Raises TableError if it is too large."""
         if len(row) > self._largest_row:
             raise row_too_large(self._relation.table, len(row), self._largest_row, self._relation.oid, "read")
         self._rows += row
@@ -299,7 +299,7 @@ class _Rows:
             self.hand_on()
 
     def hand_on(self) -> None:
-        """Hand on what has come, if anything has."""
+        """Pass on the rows that have come, if there are any."""
         if self._lengths:
             rows, lengths = self._rows, self._lengths
             self._rows, self._lengths = bytearray(), []
@@ -310,7 +310,7 @@ class _Rows:
 def _copy_out(
     conn: Connection, statement: str, on_rows: Callable[[bytearray, list[int]], None], largest_row: int, relation: Relation
 ) -> tuple[int, int]:
-    """Run a COPY … TO STDOUT; the rows and bytes that came."""
+    """Run a COPY … TO STDOUT, and return the number of rows and bytes that came."""
     rows = _Rows(on_rows, largest_row, relation)
     with conn.cursor() as cursor:
         cursor.copy_expert(statement.encode(), rows)
@@ -319,13 +319,13 @@ def _copy_out(
 
 
 def _estimated_rows(conn: Connection, source: str) -> float:
-    """The planner's guess, which counts the table's pages as they are now; needs no statistics."""
+    """Return the planner's estimate of the rows. It counts the table's current pages and needs no statistics."""
     plan = _set_and_ask(conn, "SET LOCAL row_security = off", f"EXPLAIN (FORMAT JSON) SELECT FROM {source}")[0][0]
     return float(plan[0]["Plan"]["Plan Rows"])
 
 
 def _block_bounds(conn: Connection, relation: Relation, rows_per_chunk: int) -> range:
-    """The first blocks of all chunks but the first. A partitioned table's are those of each of its partitions, side by side."""
+    """Return the first block of each chunk but the first. A chunk of a partitioned table has the same blocks of every partition."""
     try:
         rows, _ = estimated_size(conn, relation)
         blocks, recovering = conn.execute(
@@ -345,7 +345,7 @@ def _block_bounds(conn: Connection, relation: Relation, rows_per_chunk: int) -> 
 
 
 def _next_bound(conn: Connection, source: str, order: KeyOrder, after: tuple[str, ...] | None, rows: int) -> tuple[str, ...] | None:
-    """The key `rows` rows after the given one, or the last one of all; None when there is none after it."""
+    """Return the key `rows` rows after the given one, or the last key if there are fewer; None if there is none."""
     where = f" WHERE {order.after(after)}" if after is not None else ""
     walk = f"SELECT {order.columns} FROM {source}{where} ORDER BY {order.ascending} LIMIT {rows}"
     found = _set_and_ask(conn, _ALONG_THE_INDEX, f"SELECT {order.texts} FROM ({walk}) k ORDER BY {order.descending} LIMIT 1")
@@ -353,17 +353,17 @@ def _next_bound(conn: Connection, source: str, order: KeyOrder, after: tuple[str
 
 
 def _set_and_ask(conn: Connection, settings: str, query: str) -> list[tuple[Any, ...]]:
-    """The rows of a query under `SET LOCAL` settings: statements that are sent together are one transaction."""
+    """Return the rows of a query run with `SET LOCAL` settings: statements that are sent together are one transaction."""
     return conn.execute(f"{settings}; {query}".encode()).fetchall()
 
 
 def _source(conn: Connection, relation: Relation) -> str:
-    """What to read the table's rows from: tables that inherit from a plain one are tables of their own."""
+    """Return the FROM item for the table's rows. ONLY for a plain table: tables that inherit from it are separate tables."""
     kind = conn.execute("SELECT relkind::text FROM pg_catalog.pg_class WHERE oid = %s", [relation.oid]).fetchall()
     return str(relation.table) if kind and kind[0][0] == "p" else f"ONLY {relation.table}"
 
 
-# What a statement meets that waited for its table while the table was altered: other names, or values of other types.
+# The errors of a statement that waited for its table while the table was altered: other names, or values of other types.
 _ALTERED = (
     errors.UndefinedTable,
     errors.UndefinedColumn,
@@ -399,7 +399,7 @@ def _read_error(error: psycopg2.Error, relation: Relation, conn: Connection) -> 
     found = translate(error, f"reading table {table}")
     if not isinstance(found, SourceRefused):
         return found
-    # Nothing else was asked for: a block that is damaged, a row that is too large for the source itself, a function that fails.
+    # The statement reads only this table, so the cause is there: a damaged block, a row too large for the source, a function that fails.
     return TableError(str(table), f"{found} Mend it there, then run `pgwal resnapshot '{table}'`.", relation.oid, "read")
 
 

@@ -1,7 +1,7 @@
-"""Connections to the source, and what to say when there is none.
+"""Connect to the source, and turn the errors of libpq and the server into ours.
 
-Every session that reads values pins the settings on which Postgres's text output depends, so that a snapshot and the stream write one and
-the same text for one value, whatever the server, the database or the role have as their defaults.
+Every session that reads values pins the settings on which Postgres's text output depends, so that a snapshot and the stream have the same
+text for the same value, whatever the defaults of the server, the database or the role.
 """
 
 import os
@@ -18,8 +18,8 @@ from pgwal_pipeline.values.relation import quote_ident
 
 _VARIABLE = "PGWAL_SOURCE_DSN"
 
-# Time-outs are off, and first, because the bounds are ours: a role's statement_timeout would end a long COPY, an idle one the connection
-# that guards the slot.
+# Time-outs are turned off first, as the pipeline has its own: a role's statement_timeout would end a long COPY, an idle time-out the
+# connection that holds the lock on the slot.
 _PINNED = (
     "SET statement_timeout = 0",
     "SET idle_in_transaction_session_timeout = 0",
@@ -48,7 +48,7 @@ _DEFAULTS = {
 
 
 BYTES_AS_THEY_ARE = "SET client_encoding = 'SQL_ASCII'"
-"""For reading rows of a database in SQL_ASCII: its text may be in any encoding, and the server would fail on what is not UTF-8."""
+"""For reading rows of a SQL_ASCII database: its text may be in any encoding, and the server would fail on text that is not UTF-8."""
 
 
 _Session = TypeVar("_Session", Connection, ReplicationConnection)
@@ -57,23 +57,23 @@ _Session = TypeVar("_Session", Connection, ReplicationConnection)
 def connect(dsn: str, *, application: str = "pgwal", **overrides: Any) -> Connection:
     """Connect to the source for SQL, with the text output settings pinned.
 
-    `dsn` is a libpq string or URI, "" for what libpq's own variables say; `overrides` are libpq parameters that win over it.
-    `application` is the application name where the DSN and `PGAPPNAME` give none. Rows are tuples. Gives up a host after
-    `connect_timeout` (10 s unless the DSN or `PGCONNECT_TIMEOUT` says otherwise).
+    `dsn` is a libpq string or URI, "" for libpq's own environment variables; `overrides` are libpq parameters that override it.
+    `application` is the application name if the DSN and `PGAPPNAME` give none. Rows are tuples. Gives up on a host after `connect_timeout`
+    (10 s unless the DSN or `PGCONNECT_TIMEOUT` says otherwise).
 
-    Raises SettingError when the DSN cannot be read, SourceUnavailable when the server cannot be reached now, SourceRefused when it turns
-    the connection down.
+    Raises SettingError if the DSN cannot be read, SourceUnavailable if the server cannot be reached now, SourceRefused if it refuses the
+    connection.
     """
     return _pinned(_opened(Connection, _parameters(dsn, application, overrides)))
 
 
 def copying_connection(dsn: str, *, application: str = "pgwal", **overrides: Any) -> Connection:
-    """As `connect`, for a COPY. It waits inside libpq, where no interrupt comes through: it is for a thread other than the main one."""
+    """Connect as `connect` does, for a COPY. It waits inside libpq, which interrupts do not reach: use it outside the main thread."""
     return _pinned(_opened(Connection, _parameters(dsn, application, overrides), blocking=True))
 
 
 def on_this_machine(conn: Connection) -> bool:
-    """Whether the server runs on the machine that this process runs on: both ends of the connection have one address, or it has none."""
+    """Return whether the server runs on this machine: the connection is a Unix socket, or both ends have the same address."""
     with socket.socket(fileno=os.dup(conn.fileno())) as ours:
         return ours.family == socket.AF_UNIX or ours.getpeername()[0] == ours.getsockname()[0]
 
@@ -81,7 +81,7 @@ def on_this_machine(conn: Connection) -> bool:
 def replication_connection(dsn: str, *, application: str = "pgwal", **overrides: Any) -> ReplicationConnection:
     """Connect to the source's walsender (`replication=database`), with the text output settings pinned.
 
-    Raises as `connect` does; SourceRefused also where the role may not replicate or all walsenders are taken.
+    Raises as `connect` does, and SourceRefused if the role may not replicate or all walsenders are taken.
     """
     conn = _pinned(_opened(ReplicationConnection, _parameters(dsn, application, overrides)))
     try:
@@ -107,19 +107,19 @@ def _pinned(conn: _Session) -> _Session:
 
 
 def pinned_settings(server_version: int) -> bytes:
-    """The SQL that pins what a session's text output and its time-outs depend on; `server_version` as in `server_version_num`."""
+    """Return the SQL that pins a session's text output and turns its time-outs off; `server_version` as in `server_version_num`."""
     return "; ".join(_PINNED + (_PINNED_FROM_17 if server_version >= 170000 else ())).encode()
 
 
 def describe_dsn(dsn: str) -> str:
-    """`user@host:port/database`, without any secret, what the DSN leaves out filled in as libpq does. Raises SettingError."""
+    """Return `user@host:port/database`, without secrets, with libpq's defaults for what the DSN leaves out. Raises SettingError."""
     return _describe(parse_dsn(dsn))
 
 
 def parse_dsn(dsn: str) -> dict[str, str]:
-    """The libpq parameters that `dsn` gives. Raises SettingError when libpq could not connect with them whatever the server says.
+    """Return the libpq parameters in `dsn`. Raises SettingError if libpq cannot connect with them to any server.
 
-    Nothing of the DSN is repeated in the message: in a URI whose password is not percent-encoded any part may be a piece of it.
+    The message repeats nothing of the DSN: in a URI whose password is not percent-encoded, any part may be a piece of the password.
     """
     try:
         parameters = {name: str(value) for name, value in extensions.parse_dsn(dsn).items()}
@@ -141,9 +141,9 @@ def parse_dsn(dsn: str) -> dict[str, str]:
 
 
 def translate(error: psycopg2.Error, doing: str = "") -> PgwalError:
-    """What to raise for an error that the server or libpq reports in mid-work; `doing` says at what, such as "reading shop.orders".
+    """Return the exception to raise for an error of the server or libpq; `doing` names the work, such as "reading shop.orders".
 
-    SourceUnavailable where the same work may succeed later (connection lost, server shutting down, cancelled, deadlock, locks, too many
+    SourceUnavailable if the same work may succeed later (connection lost, server shutting down, cancelled, deadlock, locks, too many
     connections), SlotBusy for a slot in use, SlotLost for a slot whose WAL is gone, SourceRefused for the rest.
     """
     where = f" while {doing}" if doing else ""
@@ -173,7 +173,7 @@ def _parameters(dsn: str, application: str, overrides: dict[str, Any]) -> dict[s
     defaults = _DEFAULTS | {"fallback_application_name": application}
     if not os.environ.get("PGCONNECT_TIMEOUT"):
         defaults["connect_timeout"] = "10"
-    # The encoding is not the user's choice: the decoder reads UTF-8.
+    # The user cannot choose the encoding: the decoder reads UTF-8.
     return defaults | given | {name: str(value) for name, value in overrides.items()} | {"client_encoding": "UTF8"}
 
 
@@ -183,7 +183,7 @@ def _opened(kind: type[_Session], parameters: dict[str, str], *, blocking: bool 
     except psycopg2.Error as error:
         raise _connection_failure(error, parameters) from None
     except UnicodeError:
-        # Raised by Python, which looks the name up: an empty part or one of more than 63 characters, or a character that no name has.
+        # Raised by Python's name lookup for a host name with an empty part, a part of more than 63 characters, or an invalid character.
         raise SettingError(_unusable(" (its host cannot be a host's name)")) from None
 
 
@@ -205,8 +205,8 @@ def _one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip().rstrip(".")
 
 
-# What the server says when it turns a connection down (its message, what to do). Servers that speak another language fall through to the
-# general sentence, which carries their own words.
+# Pairs of the server's message when it refuses a connection, and what to do. Messages in another language match none of them and get the
+# general sentence, which quotes the message.
 _REFUSALS = (
     (
         r"password authentication failed for user|no password supplied|empty password",
@@ -231,7 +231,7 @@ _REFUSALS = (
         "the client certificate is not in the name of {user}; give one that is in sslcert, or map it in the server's pg_ident.conf",
     ),
 )
-# TLS that fails the same way until somebody changes something. The first half is libpq's own or OpenSSL's, never translated.
+# TLS failures that last until somebody changes something. Most patterns match messages of libpq or OpenSSL, which are not translated.
 _TLS_REFUSALS = (
     (
         r"certificate verify failed",
@@ -260,7 +260,7 @@ _TLS_REFUSALS = (
         "{said}; connect with TLS (sslmode=verify-full), or let its pg_hba.conf admit this user from here without",
     ),
 )
-# Turned down now, perhaps not in a moment.
+# Refusals that may pass in a moment.
 _PASSING = re.compile(
     r"too many clients|connection slots|too many connections|terminating connection"
     r"|is (starting up|shutting down|in recovery mode|not yet accepting|not accepting)"
@@ -282,7 +282,7 @@ _FILES = {
 def _connection_failure(error: psycopg2.Error, parameters: dict[str, str]) -> PgwalError:
     text = str(error)
     source = _describe(parameters)
-    # libpq's own complaints about the parameters; they may quote a value, which may be a piece of a password.
+    # libpq's own errors about the parameters. They may quote a value, which may be a piece of a password.
     match = _UNUSABLE.search(text)
     if match is not None and "FATAL" not in text and "SSL error" not in text:
         option = re.search(r'connection option "(\w+)"', text) or re.search(r"invalid (\w+) (?:value|number)", text)
@@ -316,7 +316,7 @@ def _connection_failure(error: psycopg2.Error, parameters: dict[str, str]) -> Pg
 
 
 def _last_reason(text: str) -> str:
-    """The reason in libpq's account of its attempts, without the addresses, which the sentence names already."""
+    """Return the last reason in libpq's report of its attempts, without the addresses, which the sentence names already."""
     if re.search("could not translate host name|failed to resolve host", text):
         return "its host name is not known" + (" just now" if "Temporary" in text else "")
     reasons = re.findall(r"(?:failed: |is bad: |could not )((?:(?!connection to server)[^\n])+)", text)
@@ -326,5 +326,5 @@ def _last_reason(text: str) -> str:
 
 
 def _fill(keyword: str) -> str:
-    """What libpq fills in for a parameter; a variable of its own need not be UTF-8."""
+    """Return libpq's default for a parameter as valid text; the environment variable may not be UTF-8."""
     return (default_of(keyword) or "").encode(errors="surrogateescape").decode(errors="replace")

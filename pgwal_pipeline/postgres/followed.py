@@ -1,4 +1,4 @@
-"""Which tables are followed, or will be once the pipeline has run: what can be said before there is a publication."""
+"""Find which tables are followed, or will be once the pipeline has run, also before there is a publication."""
 
 import psycopg2
 
@@ -10,9 +10,9 @@ from pgwal_pipeline.values.relation import Column, Relation, TableName
 
 
 def followed_tables(conn: Connection, publication: str, globs: str) -> list[Relation]:
-    """The tables of the publication, by name; where it is ours or not made yet, those that it would take in as well.
+    """Return the publication's tables, sorted by name; if it is ours or does not exist yet, also those that would be added to it.
 
-    Nothing is changed or locked. Raises what `dsn.translate` makes of an error of the server's.
+    Changes and locks nothing. Raises the error that `dsn.translate` returns for a server error.
     """
     try:
         rows = conn.execute(

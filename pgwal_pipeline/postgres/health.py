@@ -1,4 +1,4 @@
-"""Whether a source is as it must be: each thing looked at by itself, with what was found and what mends it; nothing is changed."""
+"""Check whether a source is set up as the pipeline needs it. Each check reports what it found and how to fix it; nothing is changed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,13 +19,13 @@ from pgwal_pipeline.values.relation import Relation, TableName, quote_ident
 
 OLDEST_VERSION = 140000
 _OLD_TRANSACTION = 300.0  # seconds
-_SHORTEST_SENDER_TIMEOUT = 5.0  # seconds; below this a busy machine may answer too late
+_SHORTEST_SENDER_TIMEOUT = 5.0  # seconds; with less, a busy machine may answer too late
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing looked at: what was found, and what mends it. Not `ok` is what would stop the pipeline; `mend` beside `ok` is advice."""
+    """The result of one check: what was found, and how to fix it. If `ok` is false, the pipeline cannot run; if true, `mend` is advice."""
 
     name: str
     ok: bool
@@ -34,9 +34,9 @@ class Check:
 
 
 def doctor_checks(dsn: str, *, slot: str, publication: str, globs: str) -> list[Check]:
-    """Look at everything that reading this source stands on. Never raises for what it finds; past an unreachable source there is no more.
+    """Check everything that the pipeline needs of this source. Raises nothing for what it finds; stops if the source cannot be reached.
 
-    `slot` and `publication` are names, there or yet to be made; `globs` as in PGWAL_TABLES.
+    `slot` and `publication` are names and need not exist yet; `globs` is as in PGWAL_TABLES.
     """
     try:
         with closing(connect(dsn)) as conn:
@@ -63,7 +63,7 @@ class _Source:
         return rows[0][0]
 
     def setting(self, name: str) -> int:
-        """A setting's number, in the unit that pg_settings gives it in."""
+        """Return a numeric setting, in its unit in pg_settings."""
         return int(self.value("(SELECT setting FROM pg_catalog.pg_settings WHERE name = %s)", name))
 
     @property
@@ -146,11 +146,11 @@ def _walsenders(source: _Source) -> Check:
 
 
 def _positions(source: _Source) -> Check | None:
-    """Whether the stream reaches the positions that SQL tells: a drain goes as far as one of them."""
+    """Check whether the stream reaches the LSNs that SQL reports: a drain runs up to such an LSN."""
     try:
         found = positions.compare(source.conn)
     except PgwalError:
-        return None  # the check of replication says why there is no walsender
+        return None  # the replication check says why there is no walsender
     read, sent = format_lsn(found.before), format_lsn(found.stream)
     if found.agree:
         return Check("positions", True, f"a flush position read by SQL ({read}) is one that the stream reaches")
@@ -215,7 +215,7 @@ def _publication_to_make(source: _Source) -> Check:
 
 
 def _tables(source: _Source) -> Check:
-    """Those that a publication of ours would hold or leave out; those of another's are as they are."""
+    """Check the tables of the publication, or those that ours would hold or leave out if there is none yet."""
     if source.value("EXISTS (SELECT FROM pg_catalog.pg_publication WHERE pubname = %s)", source.publication):
         tables = tables_of(source.conn, source.publication)
         bad = [relation.table for relation in tables if not any(column.identity for column in relation.columns)]
@@ -250,7 +250,7 @@ def _select(source: _Source) -> Check:
             mend = f"Run GRANT USAGE ON SCHEMA {schemas} TO {role} and GRANT SELECT ON {', '.join(map(str, closed))} TO {role}."
             return Check("select", False, f"role {role} may not read {_listed(closed)}", mend)
     else:
-        # One that may not be read is left out of the publication; the check of the tables says so.
+        # A table that the role may not read is left out of the publication; the check of the tables reports it.
         tables = [candidate.table for candidate in candidate_tables(source.conn, source.globs) if candidate.reason is None]
     filtered = _filtered(source.conn, tables)
     if filtered:
@@ -296,7 +296,7 @@ def _slot(source: _Source) -> Check:
 
 
 def _room(state: SlotState) -> str:
-    """Say what the source may still write before a slot that nobody reads is lost."""
+    """Return, as text, how much WAL the source may still write before a slot that nobody reads is lost."""
     if state.wal_status == "unreserved":
         return " and may be lost at the next checkpoint"
     if state.safe_wal_size is None:
@@ -345,7 +345,7 @@ _LOOKS: tuple[tuple[str, Callable[[_Source], Check | None]], ...] = (
     ("standby", _standby),
     ("max_replication_slots", _slots),
     ("max_wal_senders", _walsenders),
-    # After these: it takes a walsender for a moment, and that may still be seen a moment later.
+    # After the checks above: it takes a walsender, which the server may still count for a moment afterwards.
     ("replication", _replication),
     ("positions", _positions),
     ("publication", _publication),

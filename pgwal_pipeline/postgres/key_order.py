@@ -1,4 +1,4 @@
-"""The order of a table's key as an index has it, and the SQL of ranges in that order."""
+"""Find the order of a table's key in an index, and build the SQL for ranges in that order."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ _PLAIN_OPERATORS = (("pg_catalog", "<"), ("pg_catalog", "<="), ("pg_catalog", "=
 
 BORROWED_SQL = """(p.proargtypes[0] <> t.oid
     AND (SELECT x.typtype FROM pg_catalog.pg_type x WHERE x.oid = p.proargtypes[0]) <> 'p')"""
-"""Whether the output function `p` of the type `t` is another type's, such as refcursor's is text's: by its name it does not take a value
-of the type, though Postgres itself writes the value with it."""
+"""SQL: whether the output function `p` of the type `t` belongs to another type, as refcursor's is that of text. A call by name does not
+accept a value of `t`, though Postgres itself writes the value with that function."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyColumn:
     """A column of the key, and how the index compares it.
 
-    `type_name` is its type with domains resolved (`domain`: whether that is another one), without a length, and `output` that type's output
-    function, None for one that the type borrows; `collation` is the index's, all ready for SQL.
-    `operators` are schema and name of <, <=, =, >=, > in the index's operator family: names alone would be looked up in the search path,
-    where an extension's are not.
+    `type_name` is its type with domains resolved (`domain`: whether the column's type is a domain), without a length. `output` is that
+    type's output function, None if it belongs to another type (`BORROWED_SQL`). `collation` is the index's. All three are ready for SQL.
+    `operators` are the schema and name of <, <=, =, >=, > in the index's operator family: a bare name would be looked up in the search
+    path, which lacks those of extensions.
     """
 
     name: str
@@ -33,7 +33,7 @@ class KeyColumn:
 
     @property
     def text(self) -> str:
-        """The column's text, as its type's output function writes it."""
+        """The expression of the column's text, as its type's output function writes it."""
         return f"pg_catalog.textin({self.output}({self.value}))" if self.output else f"pg_catalog.concat({self.value})"
 
     @property
@@ -43,15 +43,15 @@ class KeyColumn:
 
     @property
     def value(self) -> str:
-        """The column; a domain as what it stands on, for an enum's operators and output function take no domain."""
+        """The column, a domain cast to its base type: an enum's operators and output function do not accept a domain."""
         return f"{quote_ident(self.name)}::{self.type_name}" if self.domain else quote_ident(self.name)
 
     def literal(self, text: str) -> str:
-        """A value of the column's type from its text, as an operand."""
+        """Return a value of the column's type, given as text, as an operand."""
         return "'" + text.replace("'", "''") + f"'::{self.type_name}" + self._collate
 
     def operator(self, strategy: int) -> str:
-        """The operator of a btree strategy: 1 to 5 for <, <=, =, >=, >."""
+        """Return the operator of a btree strategy: 1 to 5 for <, <=, =, >=, >."""
         schema, name = self.operators[strategy - 1]
         return f"OPERATOR({quote_ident(schema)}.{name})"
 
@@ -62,7 +62,7 @@ class KeyColumn:
 
 @dataclass(frozen=True, slots=True)
 class KeyOrder:
-    """The key's columns, in the order that the relation's key and the index share. Bounds are texts in that order."""
+    """The key's columns, in the order that the relation's key and the index share. A bound is a text for each column, in that order."""
 
     key: tuple[KeyColumn, ...]
 
@@ -78,31 +78,31 @@ class KeyOrder:
 
     @property
     def ascending(self) -> str:
-        """The ORDER BY list that the index gives."""
+        """The ORDER BY list of the index's ascending order."""
         return ", ".join(f"{column.sql} USING {column.operator(1)}" for column in self.key)
 
     @property
     def descending(self) -> str:
-        """Its reverse."""
+        """The ORDER BY list of the descending order."""
         return ", ".join(f"{column.sql} USING {column.operator(5)}" for column in self.key)
 
     def after(self, bound: tuple[str, ...]) -> str:
-        """The condition of keys after `bound`."""
+        """Return the condition for keys after `bound`."""
         return self._compared(bound, strict=5, loose=4, row=">")
 
     def up_to(self, bound: tuple[str, ...]) -> str:
-        """The condition of keys up to `bound` and of itself."""
+        """Return the condition for keys up to and including `bound`."""
         return self._compared(bound, strict=1, loose=2, row="<=")
 
     def equal(self, bound: tuple[str, ...]) -> str:
-        """The condition of the one key `bound`."""
+        """Return the condition for the one key `bound`."""
         pairs = zip(self.key, bound, strict=True)
         return " AND ".join(f"{column.sql} {column.operator(3)} {column.literal(text)}" for column, text in pairs)
 
     def _compared(self, bound: tuple[str, ...], *, strict: int, loose: int, row: str) -> str:
         values = [column.literal(text) for column, text in zip(self.key, bound, strict=True)]
         if all(column.operators == _PLAIN_OPERATORS for column in self.key):
-            # A comparison of rows is one condition of the index, whatever the number of columns.
+            # A row comparison is a single index condition for any number of columns.
             return f"({', '.join(column.sql for column in self.key)}) {row} ({', '.join(values)})"
         *leading, last = zip(self.key, values, strict=True)
         closing = strict if row == ">" else loose
@@ -111,16 +111,16 @@ class KeyOrder:
             beyond = f"{column.sql} {column.operator(strict)} {value}"
             condition = f"({beyond} OR ({column.sql} {column.operator(3)} {value} AND {condition}))"
         if leading:
-            # Implied, but the index can begin with it.
+            # Redundant, but the index scan can start with it.
             column, value = leading[0]
             condition = f"{column.sql} {column.operator(loose)} {value} AND {condition}"
         return condition
 
 
 def key_order(conn: Connection, relation: Relation) -> KeyOrder | None:
-    """The order of the relation's key where an index has just its columns in their order, all ascending or all descending; else None.
+    """Return the order of the relation's key in an index, None if there is no such index.
 
-    Raises psycopg2.Error.
+    The index must have just the key's columns in the key's order, all ascending or all descending. Raises psycopg2.Error.
     """
     rows = conn.execute(
         f"""SELECT i.indexrelid, a.attname::text, k.option,
@@ -163,7 +163,7 @@ def key_order(conn: Connection, relation: Relation) -> KeyOrder | None:
         by_index.setdefault(index, []).append((column, option))
     for found in by_index.values():
         columns = tuple(column for column, _ in found)
-        # 0 is ascending with nulls last, 3 descending with nulls first: one is read forward, the other backward. A mixture orders no rows.
+        # 0 is ascending with nulls last (read forward), 3 is descending with nulls first (read backward). A mixture does not fit.
         if (
             tuple(column.name for column in columns) == relation.key
             and {option for _, option in found} in ({0}, {3})

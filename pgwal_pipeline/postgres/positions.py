@@ -1,8 +1,8 @@
-"""Where the source's WAL ends, in the terms of the stream.
+"""Find the end of the source's WAL, as an LSN of the stream.
 
-SQL tells it cheaply, and on Postgres itself the stream reaches what SQL tells. On a service that keeps its own storage below Postgres
-(Aurora is reported to) the two may be different sequences, and a drain that waits for a position of the other one would never end, or end
-at once. So what SQL says is compared with a walsender's own position once, and where they differ a walsender is asked each time.
+SQL reports it cheaply, and on Postgres itself the stream reaches the LSN that SQL reports. On a service that keeps its own storage below
+Postgres (Aurora is reported to), the two may be different sequences: a drain that waits for an LSN of the other sequence would never end,
+or end at once. So SQL's LSN is compared with a walsender's own once, and if they differ, a walsender is asked each time.
 """
 
 import time
@@ -22,22 +22,22 @@ from pgwal_pipeline.values.lsn import parse_lsn
 _IN_RECOVERY = "pg_catalog.pg_is_in_recovery()"
 FLUSHED = f"CASE WHEN {_IN_RECOVERY} THEN pg_catalog.pg_last_wal_replay_lsn() ELSE pg_catalog.pg_current_wal_flush_lsn() END"
 _INSERTED = f"CASE WHEN {_IN_RECOVERY} THEN pg_catalog.pg_last_wal_replay_lsn() ELSE pg_catalog.pg_current_wal_insert_lsn() END"
-# A standby's walsender tells what has been received, which may be replayed later.
+# A standby's walsender reports the WAL that has been received; some of it may not be replayed yet.
 _RECEIVED = (
     f"CASE WHEN {_IN_RECOVERY} THEN greatest(pg_catalog.pg_last_wal_replay_lsn(), pg_catalog.pg_last_wal_receive_lsn()) "
     "ELSE pg_catalog.pg_current_wal_flush_lsn() END"
 )
 _FREE_SENDERS = "current_setting('max_wal_senders')::int8 - (SELECT count(*) FROM pg_catalog.pg_stat_get_wal_senders())"
 
-_LOOK_AGAIN = 3600.0  # seconds; another server may have the address by then
-_GOING = 2.0  # seconds for a walsender that has ended to be gone
+_LOOK_AGAIN = 3600.0  # seconds after which to compare again, as another server may have the address by then
+_GOING = 2.0  # seconds that a closed walsender session gets to disappear from the server
 
-_compared: dict[tuple[Any, ...], tuple[bool, float]] = {}  # by server, database and role: whether they agree, and when that was found
+_compared: dict[tuple[Any, ...], tuple[bool, float]] = {}  # by server, database and role: whether they agree, and when that was checked
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A flush position that a walsender gave, between two that SQL gave before and after it."""
+    """A walsender's flush LSN, and the flush LSNs that SQL reported before and after it."""
 
     before: int
     stream: int
@@ -45,29 +45,29 @@ class Comparison:
 
     @property
     def agree(self) -> bool:
-        """Whether the stream reaches what SQL says."""
+        """Whether the stream reaches the LSN that SQL reports."""
         return self.before <= self.stream <= self.after
 
 
 def flush_lsn(conn: Connection) -> int:
-    """The LSN up to which the WAL is flushed, and so may be streamed; on a standby the one up to which it is replayed.
+    """Return the LSN up to which the WAL is flushed, and so can be streamed; on a standby, up to which it is replayed.
 
-    As the stream has it, also where SQL says something else. Raises what `dsn.translate` makes of an error of the server's, as all here do.
+    It is an LSN of the stream even if SQL's differ. For a server error, all functions here raise the error that `dsn.translate` returns.
     """
     return _read(conn, FLUSHED) if _agree(conn) else stream_position(conn)
 
 
 def insert_lsn(conn: Connection, *, force: bool = True) -> int:
-    """The LSN at which the next record is written, flushed or not; on a standby the one up to which it is replayed.
+    """Return the LSN at which the next record is written, flushed or not; on a standby, the LSN up to which the WAL is replayed.
 
-    Where SQL does not say that in the stream's terms, a flush is forced and it is the LSN behind that; not so without `force`, where it is
-    the flush position of now. Raises SourceRefused where the role may not force it.
+    If SQL's LSNs are not the stream's, a flush is forced and the walsender's flush LSN after it returned; with `force` false, the current
+    one. Raises SourceRefused if the role may not force a flush.
     """
     return _read(conn, _INSERTED) if _agree(conn) else stream_position(conn, force=force)
 
 
 def stream_position(conn: Connection, *, force: bool = False) -> int:
-    """A walsender's own flush position, asked on a session of its own on the server of `conn`; after a flush that it forces, if told to."""
+    """Return the flush LSN of a walsender, asked over a new session to the server of `conn`; `force` forces a flush first."""
     walsender = replication_connection(_dsn_of(conn))
     try:
         if force and not _one(conn, _IN_RECOVERY):
@@ -83,23 +83,26 @@ def stream_position(conn: Connection, *, force: bool = False) -> int:
 
 
 def compare(conn: Connection) -> Comparison:
-    """Compare what SQL says with what a walsender says; takes a walsender for a moment. Raises as `replication_connection` does."""
+    """Compare SQL's flush LSN with a walsender's, which takes up a walsender for a moment. Raises as `replication_connection` does."""
     before = _read(conn, FLUSHED)
     return Comparison(before, stream_position(conn), _read(conn, _RECEIVED))
 
 
 def known_to_differ(conn: Connection) -> bool:
-    """Whether SQL and the stream have been found to differ on this server; False also where nobody has looked yet."""
+    """Return whether SQL and the stream have been found to differ on this server; False if they have not been compared yet."""
     return not _compared.get(_server(conn), (True, 0.0))[0]
 
 
 def _agree(conn: Connection) -> bool:
-    """Whether SQL may be asked; found out once a server and an hour, and taken for granted while no walsender can be had for it."""
+    """Return whether SQL reports LSNs of the stream.
+
+    It is checked once an hour for each server. While no walsender is free for that, the last answer holds, and at first True.
+    """
     server, now = _server(conn), time.monotonic()
     agree, at = _compared.get(server, (True, float("-inf")))
     if now - at < _LOOK_AGAIN:
         return agree
-    if _one(conn, _FREE_SENDERS) < 2:  # the last one is for a drain
+    if _one(conn, _FREE_SENDERS) < 2:  # the last free walsender is for a drain
         return agree
     try:
         agree = compare(conn).agree
@@ -115,7 +118,7 @@ def _server(conn: Connection) -> tuple[Any, ...]:
 
 
 def _dsn_of(conn: Connection) -> str:
-    """A DSN that leads to the very server of `conn`, of several that its own may name."""
+    """Return a DSN for the very server of `conn`, whose own DSN may name several."""
     info = conn.info
     parameters = info.dsn_parameters | {"host": info.host, "port": str(info.port)}
     if info.password:
@@ -135,7 +138,7 @@ def _force_flush(walsender: ReplicationConnection) -> None:
 
 
 def _await_its_end(conn: Connection, pid: int) -> None:
-    """A session ends a moment after its connection, and its walsender may be the last that the server has."""
+    """Wait until a closed session has ended on the server: its walsender may be the last free one."""
     deadline = time.monotonic() + _GOING
     while _one(conn, f"EXISTS (SELECT FROM pg_catalog.pg_stat_get_activity({int(pid)}))") and time.monotonic() < deadline:
         time.sleep(0.002)

@@ -1,6 +1,6 @@
-"""The publication: made where there is none, kept in step with the globs where it is ours, used as it is where it is not.
+"""Create the publication if there is none, keep it in step with the globs if it is ours, and use it as it is if it is not.
 
-Ours is known by its comment. It names its tables one by one, so that a table whose own writes it would break is never in it.
+Ours is recognized by its comment. It names its tables one by one, so that it never holds a table whose own writes would then fail.
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from pgwal_pipeline.values.relation import TableName, quote_ident
 COMMENT = "managed by pgwal_pipeline"
 
 _LOCK_TIMEOUT = "5s"
-_LOCK_TIMEOUT_EACH = "2s"  # of a table that is put in or taken out by itself, since one of them was locked; longer than autovacuum holds on
+_LOCK_TIMEOUT_EACH = "2s"  # for each table added or dropped singly because one was locked; longer than autovacuum takes to give way
 _TABLES_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A publication as it is after `ensure`.
+    """A publication as `ensure` leaves it.
 
-    `tables` are those that it holds, `added` those that this call put in, `skipped` those that the globs match but that it must leave out,
-    with the reason (always empty for one that is not ours). `joined_xid`: set where `added` is not empty; once no transaction below it
-    runs, none is left that may have written to an added table unseen.
+    `tables` are those that it holds, `added` those that this call added, `skipped` those that the globs match but that it must leave out,
+    with the reason (always empty if it is not ours). `joined_xid` is set if `added` is not empty: transactions that wrote to an added
+    table before it was published have a lower xid, so once no transaction below it runs, all of them have ended.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the catalog says of a publication and of our rights to it; `in_step` whether its options are those that ours has."""
+    """A publication in the catalog, and our rights to it; `in_step`: whether it has the options that ours must have."""
 
     oid: int
     ours: bool
@@ -51,14 +51,14 @@ class _Found:
 
 
 def ensure(conn: Connection, name: str, globs: str) -> Publication:
-    """Make the publication, or bring ours in step with `globs` (as in PGWAL_TABLES); one that is not ours is left as it is.
+    """Create the publication, or bring ours in step with `globs` (as in PGWAL_TABLES); leave one that is not ours as it is.
 
-    All or nothing: a failure leaves the source as it was. A table that the role may not put in because it does not own it is refused when
-    the publication is made, and skipped with that reason later, so that somebody's new table does not stop the others. One that somebody
-    holds a lock on for some seconds is skipped too, and put in the next time.
+    A failure leaves the source as it was. A table that the role does not own, and so may not add, is an error when the publication is
+    created; later it is skipped with that reason, so that somebody's new table does not stop the others. A table that stays locked for some
+    seconds is skipped too, and added the next time.
 
-    Raises SourceRefused where the role's rights do not suffice, with the SQL for the owner, and on a standby where there is something to
-    do. `conn` must not be inside a transaction.
+    Raises SourceRefused, with the SQL for the owner, if the role's rights do not suffice, and on a standby if there is something to do.
+    `conn` must not be inside a transaction.
     """
     try:
         return _ensure(conn, name, globs)
@@ -67,7 +67,7 @@ def ensure(conn: Connection, name: str, globs: str) -> Publication:
 
 
 def oid(conn: Connection, name: str) -> int | None:
-    """The oid of the publication, which one that is made anew under the name has not; None where there is none."""
+    """Return the publication's oid, None if there is none. A publication that was dropped and created again has another oid."""
     try:
         rows = conn.execute("SELECT oid::int8 FROM pg_catalog.pg_publication WHERE pubname = %s", [name]).fetchall()
     except psycopg2.Error as error:
@@ -76,7 +76,7 @@ def oid(conn: Connection, name: str) -> int | None:
 
 
 def drop(conn: Connection, name: str) -> bool:
-    """Drop the publication if it is ours; says whether it did. Raises SourceRefused where the role does not own it."""
+    """Drop the publication if it is ours, and return whether it did. Raises SourceRefused if the role does not own it."""
     try:
         found = _find(conn, name)
         if found is None or not found.ours:
@@ -88,13 +88,13 @@ def drop(conn: Connection, name: str) -> bool:
 
 
 def creation_sql(conn: Connection, name: str, globs: str) -> str:
-    """The statement by which an owner of all tables (or a superuser) makes the publication that `ensure` would; for `doctor` to show."""
+    """Return the statement with which an owner of all tables, or a superuser, creates the publication as `ensure` would (for `doctor`)."""
     tables = [candidate.table for candidate in candidate_tables(conn, globs) if candidate.reason is None]
     return _create(name, tables, conn.info.server_version)
 
 
 def refusal(conn: Connection, name: str, globs: str) -> str | None:
-    """Why `ensure` would refuse to bring ours in step, with all that its owner has to run; None where it would not. Nothing is changed."""
+    """Return why `ensure` would refuse to bring ours in step, with the SQL for its owner; None if it would not. Changes nothing."""
     found = _find(conn, name)
     if found is None or not found.ours:
         return None
@@ -106,7 +106,7 @@ def refusal(conn: Connection, name: str, globs: str) -> str | None:
 def _ensure(conn: Connection, name: str, globs: str) -> Publication:
     with conn.transaction():
         if not _standby(conn):
-            # Two of us at once would make it twice. The lock is of this database, as the publication is.
+            # Without the lock, two runs at once would both create it. The lock is per database, as the publication is.
             _run(conn, f"SET TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; SET LOCAL lock_timeout = '{_LOCK_TIMEOUT}'")
             conn.execute("SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtextextended(%s, 0))", [f"pgwal publication {name}"])
         found = _find(conn, name)
@@ -127,7 +127,7 @@ def _ensure(conn: Connection, name: str, globs: str) -> Publication:
             tables = tuple(sorted(_held(conn, found.oid).values()))
     joined_xid = None
     if added:
-        # Read after the commit: whatever ran at that moment has a lower number.
+        # Read after the commit: transactions that ran at that moment have a lower xid.
         joined_xid = conn.execute("SELECT pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint").fetchall()[0][0]
     return Publication(name, found.oid, True, tables, added, skipped, joined_xid)
 
@@ -135,7 +135,7 @@ def _ensure(conn: Connection, name: str, globs: str) -> Publication:
 def _alter(
     conn: Connection, name: str, found: _Found, wanted: dict[int, Candidate], skipped: dict[TableName, str]
 ) -> tuple[TableName, ...]:
-    """Bring ours in step; `skipped` gets the tables that cannot be put in. Returns those that were."""
+    """Bring ours in step, and return the tables added. Tables that cannot be added are put in `skipped`."""
     joining, statements = _alterations(conn, name, found, wanted)
     refused = _refusal(conn, name, found, _shown("; ".join(statements)))
     if refused is not None:
@@ -154,7 +154,7 @@ def _alter(
                 _run(conn, statement)
     except errors.LockNotAvailable:
         leaving = [table for oid, table in _held(conn, found.oid).items() if oid not in wanted]
-        _one_by_one(conn, name, "DROP", leaving, {})  # what stays in for now is followed on
+        _one_by_one(conn, name, "DROP", leaving, {})  # a table that cannot be dropped now is still followed
         if not found.in_step:
             _run(conn, _in_step(name, conn.info.server_version))
         return _one_by_one(conn, name, "ADD", owned, skipped)
@@ -162,7 +162,7 @@ def _alter(
 
 
 def _made(conn: Connection, name: str, tables: list[TableName], skipped: dict[TableName, str]) -> tuple[TableName, ...]:
-    """Make the publication; gives the tables that it holds, and `skipped` those that are locked."""
+    """Create the publication, and return the tables that it holds. Tables that are locked are put in `skipped`."""
     try:
         with conn.transaction():
             _run(conn, _create(name, tables, conn.info.server_version))
@@ -173,7 +173,7 @@ def _made(conn: Connection, name: str, tables: list[TableName], skipped: dict[Ta
 
 
 def _one_by_one(conn: Connection, name: str, verb: str, tables: list[TableName], skipped: dict[TableName, str]) -> tuple[TableName, ...]:
-    """Put tables in (`ADD`) or take them out (`DROP`), but for those that stay locked, which go to `skipped`; gives the others."""
+    """Add (`ADD`) or remove (`DROP`) tables one by one, and return them. Tables that stay locked are put in `skipped`."""
     _run(conn, f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT_EACH}'")
     done = []
     for table in tables:
@@ -187,7 +187,7 @@ def _one_by_one(conn: Connection, name: str, verb: str, tables: list[TableName],
 
 
 def _holders(conn: Connection, table: TableName) -> str:
-    """Who holds a lock on a table, as the beginning of a sentence that goes on with `a lock on it`."""
+    """Return who holds a lock on a table, as the start of a sentence that goes on with `a lock on it`."""
     pids = conn.execute(
         "SELECT DISTINCT l.pid FROM pg_catalog.pg_locks l JOIN pg_catalog.pg_class c ON c.oid = l.relation "
         "JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE l.granted AND l.pid <> pg_catalog.pg_backend_pid() "
@@ -199,7 +199,7 @@ def _holders(conn: Connection, table: TableName) -> str:
 
 
 def _alterations(conn: Connection, name: str, found: _Found, wanted: dict[int, Candidate]) -> tuple[list[Candidate], list[str]]:
-    """The tables that ours lacks, and the statements that bring it in step, but for those of them that the role does not own."""
+    """Return the tables that ours lacks, and the statements to bring it in step; these leave out tables that the role does not own."""
     held = _held(conn, found.oid)
     leaving = [table for oid, table in held.items() if oid not in wanted]
     joining = [candidate for oid, candidate in wanted.items() if oid not in held]
@@ -216,7 +216,7 @@ def _alterations(conn: Connection, name: str, found: _Found, wanted: dict[int, C
 
 
 def _refusal(conn: Connection, name: str, found: _Found, statements: str) -> str | None:
-    """Why `statements` cannot be run here; None where they can, or there are none."""
+    """Return why `statements` cannot be run here; None if they can, or if they are empty."""
     if statements and _standby(conn):
         return (
             f"Publication {name} is not in step with PGWAL_TABLES, and the source is a standby, where it cannot be altered; "
@@ -271,12 +271,12 @@ def _options(server_version: int) -> str:
 
 
 def _table_list(tables: list[TableName] | tuple[TableName, ...]) -> str:
-    # ONLY: tables that inherit from one of these are tables of their own. It means nothing for a partitioned table.
+    # ONLY: tables that inherit from one of these are separate tables. For a partitioned table it changes nothing.
     return ", ".join(f"ONLY {table}" for table in tables)
 
 
 def _shown(statement: str) -> str:
-    """A statement as a message shows it: not with hundreds of tables."""
+    """Shorten a statement for a message if it names many tables."""
     tables = statement.split(", ONLY ")
     if len(tables) <= _TABLES_SHOWN:
         return statement
@@ -296,7 +296,7 @@ def _find(conn: Connection, name: str) -> _Found | None:
 
 
 def _held(conn: Connection, oid: int) -> dict[int, TableName]:
-    """The tables that a publication lists, by oid."""
+    """Return the tables that a publication lists, by oid."""
     rows = conn.execute(
         """SELECT c.oid, n.nspname::text, c.relname::text
            FROM pg_catalog.pg_publication_rel r

@@ -1,4 +1,4 @@
-"""The replication slot: made, looked at, moved, dropped, and held by one drain at a time."""
+"""Create, inspect and drop the replication slot, and lock it for one drain at a time."""
 
 import hashlib
 import time
@@ -45,22 +45,22 @@ __all__ = [
     "require_usable",
 ]
 
-_LONGEST_TIMEOUT = 2**31 - 1  # milliseconds that the server takes as a time-out
+_LONGEST_TIMEOUT = 2**31 - 1  # milliseconds, the longest time-out that the server accepts
 
 
 def create(dsn: str, name: str, *, blocked_timeout: float, warn: Callable[[str], None]) -> SlotState:
-    """Make the slot, for pgoutput; on a primary of 17 or newer one that is kept through a failover.
+    """Create the slot for pgoutput and return its state; on a primary of 17 or newer it is a failover slot.
 
-    The server makes it only when every transaction that was open has ended. Those it waits for are named through `warn` after 5 s; past
-    `blocked_timeout` seconds BlockedByTransaction is raised and no slot is left. Raises SourceRefused with what to change: wal_level,
-    max_replication_slots, the role's REPLICATION, a slot of this name that is there already.
+    The server creates it only once every transaction that was open has ended. After 5 s `warn` is told which ones it waits for. Raises
+    BlockedByTransaction after `blocked_timeout` seconds, and leaves no slot; SourceRefused, with what to change: wal_level,
+    max_replication_slots, the role's REPLICATION, or a slot of this name that exists already.
     """
     with closing(connect(dsn)) as making, closing(connect(dsn)) as watching:
         if inspect(watching, name) is not None:
             raise refusal(watching, name, errors.DuplicateObject())
         try:
             failover = watching.info.server_version >= 170000 and not in_recovery(watching)
-            # Should this process die, the server is to give up by itself.
+            # If this process dies, the server then gives up by itself.
             with suppress(psycopg2.Error):
                 making.execute("SET client_connection_check_interval = '2s'")
             milliseconds = (blocked_timeout + 2 * CANCEL_TIMEOUT) * 1000
@@ -82,9 +82,9 @@ def create(dsn: str, name: str, *, blocked_timeout: float, warn: Callable[[str],
 def create_with_snapshot(
     dsn: str, name: str, *, blocked_timeout: float = 600.0, warn: Callable[[str], None] = lambda _: None
 ) -> Iterator[tuple[int, str]]:
-    """A temporary slot with its exported snapshot: `(consistent_lsn, snapshot_name)`, both good inside the `with` only.
+    """Create a temporary slot that exports a snapshot, and yield `(consistent_lsn, snapshot_name)`. Both end with the context.
 
-    The snapshot sees just the transactions with a commit LSN below `consistent_lsn`. Waits and raises as `create` does.
+    The snapshot sees exactly the transactions with a commit LSN below `consistent_lsn`. Waits and raises as `create` does.
     """
     with closing(connect(dsn)) as watching:
         walsender = replication_connection(dsn)
@@ -102,7 +102,7 @@ def create_with_snapshot(
 
 
 def drop(conn: Connection, name: str, *, timeout: float = 10.0) -> bool:
-    """Drop the slot; whether there was one. A reader that is just ending is waited for, `timeout` seconds at most. Raises SlotBusy."""
+    """Drop the slot, and return whether there was one. Raises SlotBusy if it is still being read after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -122,16 +122,16 @@ def drop(conn: Connection, name: str, *, timeout: float = 10.0) -> bool:
 
 
 def force_flush(conn: Connection) -> bool:
-    """Have the server flush its WAL up to now, which an idle one may put off, by a small commit that no table sees.
+    """Make the server flush its WAL up to now, which an idle one may put off, with a small commit that touches no table.
 
-    False where it cannot be done: on a standby, or where the role may not call pg_logical_emit_message. `conn` must be outside of a
-    transaction. Raises SourceUnavailable.
+    Returns whether it did: not on a standby, nor if the role may not call pg_logical_emit_message. `conn` must not be inside a transaction.
+    Raises SourceUnavailable.
     """
     try:
         if in_recovery(conn):
             return False
         with conn.transaction():
-            # Flushed here whatever the role's default, without waiting for a standby.
+            # Flush on this server, whatever the role's default, without waiting for a standby.
             conn.execute("SET LOCAL synchronous_commit = local")
             conn.execute("SELECT pg_catalog.pg_logical_emit_message(true, 'pgwal', '')")
     except errors.InsufficientPrivilege:
@@ -143,10 +143,10 @@ def force_flush(conn: Connection) -> bool:
 
 @contextmanager
 def exclusive(dsn: str, slot_name: str, timeout: float) -> Iterator[None]:
-    """Be the only one who works on `slot_name` on this source, any process on any machine counted.
+    """Hold the lock on `slot_name` of this source, so that no other process on any machine works on it.
 
-    What guards it is an advisory lock of a connection of its own: it is free as soon as its holder ends, however that ends. Waits up to
-    `timeout` seconds for another holder, and for a reader of the slot to go. Raises SlotBusy naming who it is.
+    It is an advisory lock on a connection of its own, so it is released as soon as its holder ends, however that ends. Waits up to
+    `timeout` seconds for another holder, or a reader of the slot, to end. Raises SlotBusy, naming them, if they do not.
     """
     deadline = time.monotonic() + timeout
     with closing(connect(dsn)) as conn:
@@ -168,7 +168,7 @@ def exclusive(dsn: str, slot_name: str, timeout: float) -> Iterator[None]:
 
 
 def _let_go_when_unreachable(conn: Connection) -> None:
-    """Have the server notice within a minute that this machine is gone, so that the lock does not outlive it."""
+    """Make the server notice within a minute that this machine is gone, so that the lock is then released."""
     for setting in ("tcp_keepalives_idle = 20", "tcp_keepalives_interval = 10", "tcp_keepalives_count = 3"):
         with suppress(psycopg2.Error):
             conn.execute(f"SET {setting}".encode())

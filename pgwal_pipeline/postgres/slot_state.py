@@ -1,4 +1,4 @@
-"""What the server shows of a replication slot, and what to say when a slot is not as it must be."""
+"""Read the state of a replication slot, and build the errors for a slot that is not usable."""
 
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ PLUGIN = "pgoutput"
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """A replication slot as the server shows it; LSNs are 0 where it shows none.
+    """A replication slot as the server shows it; an LSN is 0 if the server shows none.
 
-    `lag_bytes`: the flushed WAL that is not confirmed. `wal_status`: reserved, extended, unreserved or lost. `safe_wal_size`: bytes that
-    may yet be written before the slot is in danger of being lost, None where nothing limits them. `plugin` and `database` are empty for a
-    physical slot. `invalidation_reason`: why the server gave the slot up, None while it did not. `inactive_since`: from 17 on, and while
-    nobody reads it.
+    `lag_bytes`: bytes of flushed WAL that are not confirmed. `wal_status`: reserved, extended, unreserved or lost. `safe_wal_size`: bytes
+    of WAL that may still be written before the slot is in danger of being lost, None without a limit. `plugin` and `database` are empty for
+    a physical slot. `invalidation_reason`: why the server has invalidated the slot, None if it has not. `inactive_since`: set from 17 on,
+    while nobody reads the slot.
     """
 
     name: str
@@ -42,7 +42,7 @@ class SlotState:
 
     @property
     def lost(self) -> bool:
-        """Whether the server has given the slot up: it can never be read again."""
+        """Whether the server has invalidated the slot, so that it can never be read again."""
         return self.wal_status == "lost" or self.invalidation_reason is not None
 
 
@@ -56,7 +56,7 @@ _INVALIDATION = {
 
 
 def inspect(conn: Connection, name: str) -> SlotState | None:
-    """The slot `name`, whichever database or plugin it belongs to; None when there is none. Raises SourceUnavailable, SourceRefused."""
+    """Return the slot `name` of any database and plugin; None if there is none. Raises SourceUnavailable, SourceRefused."""
     version = conn.info.server_version
     if version >= 170000:
         reason, since = "s.invalidation_reason", "s.inactive_since"
@@ -81,7 +81,7 @@ def inspect(conn: Connection, name: str) -> SlotState | None:
 
 
 def existing(conn: Connection, name: str) -> SlotState:
-    """The slot `name`. Raises SlotLost where there is none."""
+    """Return the slot `name`. Raises SlotLost if there is none."""
     state = inspect(conn, name)
     if state is None:
         raise _gone(name)
@@ -89,12 +89,12 @@ def existing(conn: Connection, name: str) -> SlotState:
 
 
 def lag(conn: Connection, name: str) -> int:
-    """Bytes of flushed WAL that the slot has not confirmed. Raises SlotLost where there is no such slot."""
+    """Return how many bytes of flushed WAL the slot has not confirmed. Raises SlotLost if there is no such slot."""
     return existing(conn, name).lag_bytes
 
 
 def require_usable(state: SlotState, database: str) -> None:
-    """Raises SlotLost for a slot that the server has given up, SourceRefused for one that is not pgoutput's on `database`."""
+    """Raise SlotLost for a slot that the server has invalidated, SourceRefused for one that is not pgoutput's on `database`."""
     require_kind(state, database)
     if state.lost:
         why = _INVALIDATION.get(state.invalidation_reason or "", state.invalidation_reason or "it needs WAL that is gone")
@@ -105,7 +105,7 @@ def require_usable(state: SlotState, database: str) -> None:
 
 
 def require_kind(state: SlotState, database: str) -> None:
-    """Raises SourceRefused for a slot that cannot be ours, lost or not: one that is not pgoutput's on `database`."""
+    """Raise SourceRefused for a slot, lost or not, that cannot be ours because it is not pgoutput's on `database`."""
     if state.plugin == "":
         raise SourceRefused(f"Slot {state.name} is a physical slot, such as a standby's; set PGWAL_SLOT to another name.")
     if state.database != database:
@@ -120,9 +120,9 @@ def require_kind(state: SlotState, database: str) -> None:
 
 
 def refusal(conn: Connection, name: str, error: psycopg2.Error) -> PgwalError:
-    """What to raise where the server would not make or read the slot, with what to change.
+    """Return the exception to raise if the server refused to create or read the slot, with what to change.
 
-    The slot and the settings are looked at, for the server may word its refusal in any language.
+    The reason is found from the slot and the settings, as the server's message may be in any language.
     """
     if _connection_trouble(error):
         return translate(error, f"working on slot {name}")
@@ -164,7 +164,7 @@ def refusal(conn: Connection, name: str, error: psycopg2.Error) -> PgwalError:
 
 
 def explain(dsn: str, name: str, error: psycopg2.Error) -> PgwalError:
-    """As `refusal`, for a slot that must be there and could not be read; looks at it on a connection of its own."""
+    """Return `refusal` for a slot that must exist and could not be read; uses a connection of its own."""
     if _connection_trouble(error):
         return translate(error, f"starting to read slot {name}")
     try:
@@ -176,7 +176,7 @@ def explain(dsn: str, name: str, error: psycopg2.Error) -> PgwalError:
 
 
 def busy(conn: Connection, name: str) -> SlotBusy:
-    """What to raise when another session reads the slot; says which."""
+    """Return the exception to raise if another session reads the slot; it names the session."""
     row = first_row(
         conn,
         f"asking who reads slot {name}",
@@ -195,7 +195,7 @@ FROM pg_catalog.pg_stat_activity a WHERE a.pid = """
 
 
 def describe_session(row: tuple[Any, ...] | None) -> str:
-    """A session for a message: pid, application, user, where from, since when."""
+    """Return a session as text for a message: pid, application, user, client address and start time."""
     if row is None:
         return "a session that has just ended"
     pid, application, user, host, since = row
@@ -205,7 +205,7 @@ def describe_session(row: tuple[Any, ...] | None) -> str:
 
 
 def first_row(conn: Connection, doing: str, statement: str, *params: Any) -> tuple[Any, ...] | None:
-    """Run one statement; its first row. Raises what `translate` makes of an error, `doing` what it says."""
+    """Run one statement and return its first row. Raises the error that `translate` returns; `doing` is as there."""
     try:
         return conn.execute(statement.encode(), params).fetchone()
     except psycopg2.Error as error:
@@ -213,7 +213,7 @@ def first_row(conn: Connection, doing: str, statement: str, *params: Any) -> tup
 
 
 def _connection_trouble(error: psycopg2.Error) -> bool:
-    if isinstance(error, errors.DuplicateObject):  # may be ours, with no SQLSTATE
+    if isinstance(error, errors.DuplicateObject):  # may be raised by us, without an SQLSTATE
         return False
     return error.pgcode is None or (error.pgcode[:2] in ("08", "53", "57") and not isinstance(error, errors.ConfigurationLimitExceeded))
 

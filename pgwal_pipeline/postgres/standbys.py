@@ -1,4 +1,4 @@
-"""Standbys that a slot waits for: from 17 on a failover slot goes no further than those of synchronized_standby_slots have confirmed."""
+"""Notice a slot that waits for standbys: from 17 on a failover slot only advances to what synchronized_standby_slots have confirmed."""
 
 import time
 from collections.abc import Callable
@@ -9,14 +9,14 @@ import psycopg2
 from pgwal_pipeline.messages.errors import SourceUnavailable
 from pgwal_pipeline.postgres.dsn import connect, translate
 
-_LOOK = 5.0  # seconds without getting any further before it is looked whether standbys hold the slot back
-_HELD = 60.0  # the same, after which a slot that is held back is given up
+_LOOK = 5.0  # seconds without progress before checking whether standbys hold the slot back
+_HELD = 60.0  # seconds without progress after which waiting for standbys ends with an error
 
 
 def held_back(dsn: str, slot: str) -> str | None:
-    """The server's synchronized_standby_slots, where `slot` is held back until the standbys of those have the WAL to there; else None.
+    """Return the server's synchronized_standby_slots if `slot` waits for their standbys to confirm the WAL; else None.
 
-    Asked over a connection of its own. Raises SourceUnavailable.
+    Uses a connection of its own. Raises SourceUnavailable.
     """
     with closing(connect(dsn)) as conn:
         try:
@@ -32,7 +32,7 @@ def held_back(dsn: str, slot: str) -> str | None:
 
 
 class HeldBack:
-    """Notices a slot that gets no further because standbys have not confirmed the WAL to there, however often the server says it lives."""
+    """Notices that a slot does not advance because standbys have not confirmed the WAL, even if the server keeps sending keepalives."""
 
     def __init__(self, dsn: str, slot: str, warn: Callable[[str], None]) -> None:
         self._dsn = dsn
@@ -41,11 +41,11 @@ class HeldBack:
         self.moved()
 
     def moved(self) -> None:
-        """It got further."""
+        """Record that the slot has advanced."""
         self._since = self._looked = time.monotonic()
 
     def stands(self) -> None:
-        """It did not; to be called now and then. Warns after 5 s of being held back, raises SourceUnavailable after 60 s."""
+        """Record that the slot has not advanced; call it now and then. Warns after 5 s held back, raises SourceUnavailable after 60 s."""
         now = time.monotonic()
         if now - self._looked < _LOOK:
             return

@@ -1,4 +1,4 @@
-"""How the published tables are stored, read from the catalog."""
+"""Read from the catalog how the published tables are stored."""
 
 from collections.abc import Collection
 
@@ -7,11 +7,11 @@ from pgwal_pipeline.values.storage import Storage, StoredColumn, stored_file
 
 
 def storages(conn: Connection, publication: str, oids: Collection[int]) -> dict[int, Storage]:
-    """How the published tables `oids` are stored, by oid, in one query; one that is gone is missing.
+    """Return how the published tables `oids` are stored, by oid, in one query; a table that is gone is left out.
 
-    A partition made by CREATE TABLE … PARTITION OF has its rows from the stream alone. ATTACH PARTITION writes the catalog row of each
-    column anew (it is no longer local), so that none is as old as those of the system columns, which nothing ever changes. SET SCHEMA
-    writes the dependency on the schema anew, and nothing else does.
+    A partition made by CREATE TABLE … PARTITION OF gets all its rows through the stream; an attached one may already have rows. ATTACH
+    PARTITION rewrites the catalog row of each column (it is no longer local), so that none has the age of the system columns' rows, which
+    never change. Only SET SCHEMA rewrites the dependency on the schema.
     """
     namespaces = (
         """UNION ALL SELECT pg_catalog.unnest(ARRAY[pn.oid::int8, d.xmin::text::int8]) FROM pg_catalog.pg_publication_namespace pn

@@ -1,4 +1,4 @@
-"""Timelines: what the WAL of a server that was promoted has in common with that of the server before."""
+"""Read timelines: how much WAL a promoted server shares with the server before it."""
 
 import psycopg2
 
@@ -8,10 +8,10 @@ from pgwal_pipeline.values.lsn import parse_lsn
 
 
 def left_at(dsn: str, old: int, new: int) -> int | None:
-    """The LSN up to which timeline `new` has the WAL of timeline `old`; None where it does not come from it.
+    """Return the LSN up to which timeline `new` has the WAL of timeline `old`; None if it does not descend from it.
 
-    A timeline's history file has a line for each one before it: its number, where it was left, and why. Raises what `translate` makes of
-    the server's errors.
+    A timeline's history file has a line for each timeline before it: its number, the LSN at which it was left, and why. Raises the error
+    that `translate` returns for a server error.
     """
     walsender = replication_connection(dsn)
     try:

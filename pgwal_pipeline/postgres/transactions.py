@@ -1,4 +1,4 @@
-"""Which transactions a read sees, and waiting for those that are open."""
+"""Begin reads with a known snapshot, and wait for open transactions."""
 
 import time
 from collections.abc import Callable
@@ -18,8 +18,8 @@ _SETTLE_TIMEOUT = 60.0
 
 _BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 
-# Who has a transaction with a number below the given one: locks tell it to every role, the numbers in pg_stat_activity not. They have 32
-# bits of the 64, so that "below" is a matter of half the circle.
+# The open transactions with an xid below the given one. Every role sees the xids in pg_locks, but not those in pg_stat_activity. They have
+# 32 of the 64 bits, so "below" means within the half circle before it.
 _BELOW = "((%(xid)s - {}::text::int8) & 4294967295) BETWEEN 1 AND 2147483648"
 _OLDER_SQL = f"""
 SELECT a.pid, NULL::text, a.datname::text, a.usename::text, nullif(a.application_name, ''),
@@ -36,10 +36,10 @@ ORDER BY 6 DESC NULLS LAST
 
 
 def wait_for_transactions(conn: Connection, xid64: int, timeout: float, warn: Callable[[str], None]) -> None:
-    """Wait until every transaction with a number (64 bits) below `xid64` has ended, prepared ones too, whatever database they are in.
+    """Wait until every transaction of any database with a 64-bit xid below `xid64` has ended, prepared ones too.
 
-    After 5 s `warn` is told who is waited for, and again when that changes. Raises BlockedByTransaction, naming them, after `timeout`
-    seconds.
+    After 5 s `warn` is told which ones are still open, and again when these change. Raises BlockedByTransaction, naming them, after
+    `timeout` seconds.
     """
     started = time.monotonic()
     looked, named, pause = started + _WARN_AFTER - _LOOK_EVERY, "", 0.05
@@ -67,16 +67,17 @@ def wait_for_transactions(conn: Connection, xid64: int, timeout: float, warn: Ca
 
 
 def older_transactions(conn: Connection, xid64: int) -> list[Blocker]:
-    """The open transactions with a number below `xid64`, the oldest first. A standby knows none of its primary's."""
+    """Return the open transactions with an xid below `xid64`, oldest first. A standby does not show its primary's."""
     return [Blocker(*row) for row in conn.execute(_OLDER_SQL.encode(), {"xid": xid64 & 0xFFFFFFFF})]
 
 
 def begin_snapshot(conn: Connection) -> str:
-    """Begin a REPEATABLE READ, READ ONLY transaction on an autocommit connection and say which transactions it sees.
+    """Begin a REPEATABLE READ, READ ONLY transaction on an autocommit connection, and return its snapshot.
 
-    The answer is as `pg_current_snapshot()` has it, `xmin:xmax:xid,…`: those below xmax that are not listed are seen, and no others. On a
-    standby Postgres leaves the list empty though transactions run; it is made up for here, by looking at each of them before and after.
-    Raises SourceUnavailable where they come and go so quickly on a standby that this does not succeed within a minute.
+    The snapshot is as from `pg_current_snapshot()`, `xmin:xmax:xid,…`: it sees the transactions below xmax that are not listed, and no
+    others. On a standby Postgres leaves the list empty though transactions run; here it is filled in, by checking the status of each
+    transaction before and after the snapshot. Raises SourceUnavailable if, on a standby, transactions come and go so quickly that this does
+    not succeed within a minute.
     """
     if not _one(conn, "SELECT pg_catalog.pg_is_in_recovery()")[0]:
         conn.execute(_BEGIN.encode())
@@ -86,7 +87,7 @@ def begin_snapshot(conn: Connection) -> str:
     known_below = 0
     while True:
         conn.execute(_BEGIN.encode())
-        # The snapshot is taken before the looks at the transactions, which see them as they are then.
+        # The snapshot is taken before the statuses are read, which are those of the moment of reading.
         xmin, xmax, candidates, still = _one(
             conn,
             """SELECT s.xmin, s.xmax, s.candidates,
@@ -98,7 +99,7 @@ def begin_snapshot(conn: Connection) -> str:
                            FROM pg_catalog.pg_current_snapshot() s) b) s""",
             {"running": running, "known": known_below},
         )
-        # One that ran at the last look, or was not known then, and has ended now may have ended before the snapshot or after it.
+        # A transaction that ran or was unknown at the last check, and has ended now, may have ended before or after the snapshot.
         if len(still) == len(candidates):
             return f"{xmin}:{xmax}:{','.join(map(str, sorted(still)))}"
         conn.execute(b"ROLLBACK")
@@ -111,7 +112,7 @@ def begin_snapshot(conn: Connection) -> str:
 
 
 def _whom(conn: Connection, xid64: int) -> tuple[str, str]:
-    """Those that are waited for, in words, and what tells them from others."""
+    """Return the transactions still waited for, as text for a message and as an id of the set."""
     found = older_transactions(conn, xid64)
     return describe(found), " ".join(str(blocker.pid or blocker.gid) for blocker in found)
 

@@ -1,4 +1,4 @@
-"""A slot being made or copied, watched from another session: the server may wait for others with it, and is not waited for without end."""
+"""Create or copy a slot, watched from another session: the server may have to wait for others, and the wait has a limit."""
 
 import time
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from pgwal_pipeline.postgres import blockers
 from pgwal_pipeline.postgres.command import cancel, run
 from pgwal_pipeline.postgres.connection import Connection, Cursor, ReplicationConnection
 
-_WARN_AFTER = 5.0  # seconds of waiting before those who are waited for are named
-_LOOK_EVERY = 1.0  # seconds between two looks at them
-_LOCK_TIMEOUT = "2s"  # for a look, should somebody have locked the catalog too
+_WARN_AFTER = 5.0  # seconds of waiting before a warning names what is waited for
+_LOOK_EVERY = 1.0  # seconds between two checks of what is waited for
+_LOCK_TIMEOUT = "2s"  # for such a check, in case somebody has locked the catalog
 _DONE = {"Making": "made", "Copying": "copied"}
 
 
@@ -27,10 +27,10 @@ def watched(
     timeout: float,
     warn: Callable[[str], None],
 ) -> Cursor:
-    """Run the `command` that makes slot `name`; `doing` is "Making" or "Copying".
+    """Run the `command` that creates slot `name`; `doing` is "Making" or "Copying".
 
-    Those whom the server waits for are named through `warn` after 5 s, and BlockedByTransaction is raised after `timeout` seconds. When the
-    wait ends otherwise than by the server's answer, the command is cancelled there first. Raises psycopg2.Error for what the server says.
+    After 5 s `warn` is told what the server waits for; after `timeout` seconds BlockedByTransaction is raised. If the wait ends before the
+    server answers, the command is first cancelled on the server. Raises psycopg2.Error for an error of the server.
     """
     watch = _Watch(watching, conn.info.backend_pid, doing, name, timeout, warn)
     try:
@@ -43,13 +43,13 @@ def watched(
 
 
 def in_recovery(conn: Connection) -> bool:
-    """Whether the server is a standby."""
+    """Return whether the server is a standby."""
     row = conn.execute("SELECT pg_catalog.pg_is_in_recovery()").fetchone()
     return row is not None and bool(row[0])
 
 
 class _Watch:
-    """Called while a slot is being made: names whom the server waits for, and gives up in time."""
+    """Called while a slot is being created: warns of what the server waits for, and raises after the time-out."""
 
     def __init__(self, conn: Connection, pid: int, doing: str, name: str, timeout: float, warn: Callable[[str], None]) -> None:
         self._conn = conn
@@ -78,7 +78,7 @@ class _Watch:
                 self._warn(f"{self._doing} slot {self._name} waits for {text}.")
 
     def _whom(self) -> tuple[str, str]:
-        """Those the server waits for, in words, and what tells them from others."""
+        """Return what the server waits for, as text for a message and as an id of the set."""
         try:
             with self._conn.transaction():
                 self._conn.execute(f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT}'".encode())
