@@ -14,8 +14,8 @@ import dagster as dg
 import pytest
 
 from pgwal_pipeline.values.relation import TableName, quote_ident
+from pgwal_pipeline_tests.commands import Commands
 from pgwal_pipeline_tests.support import Source
-from pgwal_pipeline_tests.test_cli import Commands
 
 ESCAPES = ["\x1b]0;owned\x07", "\x1b[31mred", "\x9b32mgreen"]
 SCHEMA = 's"; DROP TABLE victims; --'

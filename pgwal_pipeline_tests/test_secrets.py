@@ -16,7 +16,7 @@ import pytest
 
 from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.postgres.connection import plain_session
-from pgwal_pipeline_tests.test_cli import Commands
+from pgwal_pipeline_tests.commands import Commands, command_lines
 
 # Its middle is in every way of writing it, but for the one in which each byte is percent-encoded.
 CORE = "Zq7hunter2Zq"
@@ -94,18 +94,6 @@ def _contents(path: Path) -> Iterator[bytes]:
 def _without_secret(octets: bytes, where: object) -> None:
     for secret in SECRETS:
         assert secret not in octets, where
-
-
-def command_lines() -> dict[int, bytes]:
-    """The command lines of all processes."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                found[int(entry.name)] = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-    return found
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import polars as pl
 import pytest
 
 from pgwal_pipeline.values.lsn import parse_lsn
+from pgwal_pipeline_tests.commands import Commands
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.proxy import Proxy, proxied, tcp
 from pgwal_pipeline_tests.support import Source, wait_for
-from pgwal_pipeline_tests.test_cli import Commands
 
 # As the command, but that it gives a source up sooner.
 _SYNC = """

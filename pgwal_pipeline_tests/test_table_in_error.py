@@ -16,10 +16,10 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lake.records import replace
 from pgwal_pipeline.values.relation import TableName
+from pgwal_pipeline_tests.commands import Commands
 from pgwal_pipeline_tests.components.ticks import sensor_daemon
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.support import Source, fresh_source
-from pgwal_pipeline_tests.test_cli import Commands
 
 NAMES = AssetNames("pgwal")
 FAULTY = ("public.clash", "public.damaged")

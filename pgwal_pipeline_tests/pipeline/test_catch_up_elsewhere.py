@@ -16,14 +16,10 @@ from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline import window_commit as counting
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_gaps import DRAIN, ids_in_raw, killed
-from pgwal_pipeline_tests.pipeline.test_identity import caught_up
-from pgwal_pipeline_tests.postgres.standby import standby_of
+from pgwal_pipeline_tests.commands import Commands
+from pgwal_pipeline_tests.pipelines import DRAIN, MakePipeline, ids_in_raw, killed
+from pgwal_pipeline_tests.postgres.standby import caught_up, standby_of
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
-from pgwal_pipeline_tests.test_cli import Commands
-
-MakePipeline = Callable[..., Pipeline]
 
 
 def test_a_slot_lost_while_a_backlog_was_being_caught_up(make_server: Callable[..., Postgres], make_pipeline: MakePipeline) -> None:

@@ -33,7 +33,7 @@ from pgwal_pipeline.postgres.connection import Connection, plain_session
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.connect_server import ConnectServer
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import Source, fresh_source, no_room, wait_for
 
 TABLES = ("a", "b", "c")

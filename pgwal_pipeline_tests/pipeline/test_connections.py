@@ -1,14 +1,12 @@
 """Connections that break in the middle of a drain: nothing is lost or doubled, the drain goes on, or ends with what came whole."""
 
 import contextlib
-import random
 import threading
 import time
 from collections.abc import Callable
 from io import StringIO
 from typing import Any
 
-import polars as pl
 import psycopg2
 import pytest
 from psycopg2.extensions import make_dsn
@@ -16,63 +14,16 @@ from psycopg2.extensions import make_dsn
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.lake import raw as raw_tables
-from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import SourceUnavailable
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import committer
 from pgwal_pipeline.pipeline import drain as drains
-from pgwal_pipeline.pipeline.reports import DrainReport
 from pgwal_pipeline.postgres.connection import Connection, plain_session
-from pgwal_pipeline.values.lsn import format_lsn, parse_lsn
-from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline.values.lsn import parse_lsn
+from pgwal_pipeline_tests.pipelines import MakePipeline
 from pgwal_pipeline_tests.proxy import Proxy, proxied, tcp
+from pgwal_pipeline_tests.scenarios.connections.workload import assert_raw_is_whole, at_reads, drained, fill, prepared
 from pgwal_pipeline_tests.support import Source, fresh_source, no_room
-
-MakePipeline = Callable[..., Pipeline]
-
-
-def fill(source: Source, transactions: int, seed: int = 0) -> None:
-    """Transactions of one to a hundred rows over two tables; every tenth one is taken back."""
-    rng = random.Random(seed)
-    for _ in range(transactions):
-        table, rows = rng.choice("ab"), rng.choice((1, 10, 100))
-        source.sql(
-            f"BEGIN; INSERT INTO {table} (body) SELECT repeat(md5(random()::text), 30) FROM generate_series(1, {rows}); "
-            f"UPDATE {table} SET n = n + 1 WHERE id % 17 = 0; {'ROLLBACK' if rng.random() < 0.1 else 'COMMIT'}"
-        )
-
-
-def assert_raw_is_whole(source: Source, lake: str) -> int:
-    """Raw, replayed in its order, is what the source holds; no position stands there twice. Gives the number of changes."""
-    changes = 0
-    for table in "ab":
-        raw = pl.scan_delta(Lake(lake).raw(TableName("public", table))).collect().sort("_pgwal_commit_lsn", "_pgwal_ordinal")
-        assert raw.select("_pgwal_commit_lsn", "_pgwal_ordinal").is_duplicated().sum() == 0
-        rows: dict[int, int] = {}
-        for op, key, n in raw.select("_pgwal_op", "id", "n").iter_rows():
-            assert (key in rows) == (op == "U")
-            rows[key] = n
-        assert rows == dict(source.sql(f"SELECT id, n FROM {table}"))
-        changes += raw.height
-    return changes
-
-
-def prepared(source: Source) -> None:
-    for table in "ab":
-        source.sql(f"CREATE TABLE {table} (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, n int DEFAULT 0, body text)")
-
-
-def drained(pipeline: Pipeline) -> DrainReport:
-    report = pipeline.drain()
-    frontier = pipeline.ledger.frontier()
-    assert frontier is not None
-    confirmed = pipeline.source.value(
-        "SELECT confirmed_flush_lsn::text FROM pg_replication_slots WHERE slot_name = %s", pipeline.settings.slot
-    )
-    assert confirmed == format_lsn(frontier)
-    assert pipeline.ledger.plan() is None
-    return report
 
 
 def by_socket(source: Source) -> str:
@@ -84,18 +35,6 @@ def by_socket(source: Source) -> str:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drains, "_PAUSE", 0.05)
-
-
-def at_reads(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
-    passed = 0
-
-    def hit(name: str) -> None:
-        nonlocal passed
-        if name == "drain.read":
-            passed += 1
-            act(passed)
-
-    monkeypatch.setattr(failpoints, "hit", hit)
 
 
 @pytest.mark.parametrize("who", ["walsender", "everyone"])

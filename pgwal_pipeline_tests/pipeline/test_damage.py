@@ -17,7 +17,7 @@ from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import as_of, doctor, maintenance, status, verify
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import Source
 
 _TABLE = TableName("public", "b")

@@ -13,7 +13,7 @@ from pgwal_pipeline.messages.errors import SourceRefused
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline.values.relation import TableName, quote_ident
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import Source, fresh_source
 
 

@@ -11,12 +11,9 @@ from pgwal_pipeline.embedded.installations import default_installation
 from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.values.lsn import parse_lsn
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_identity import caught_up, lead_to, promoted
-from pgwal_pipeline_tests.postgres.standby import standby_of
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline, lead_to
+from pgwal_pipeline_tests.postgres.standby import caught_up, promoted, standby_of
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
-
-MakePipeline = Callable[..., Pipeline]
 
 _SYNCED = "SELECT synced AND NOT temporary FROM pg_replication_slots WHERE slot_name = %s"
 _CONFIRMED = "SELECT confirmed_flush_lsn::text FROM pg_replication_slots WHERE slot_name = %s"

@@ -10,7 +10,8 @@ from deltalake import DeltaTable, QueryBuilder
 
 from pgwal_pipeline.values.relation import TableName, quote_ident
 from pgwal_pipeline_tests.oracle import rows_of, source_rows
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import Pipeline
+from pgwal_pipeline_tests.scenarios.tables.mapped_columns import assert_equal_by_spark
 from pgwal_pipeline_tests.support import Source
 
 # A value of each type of the type table, as SQL; a text from which a column may be altered to it.
@@ -221,26 +222,6 @@ def test_a_column_is_made_anew_with_another_type_beside_a_name_that_needs_mappin
         settled(pipeline)
         for name in names:
             assert_equal_by_spark(source, pipeline, spark, name)
-
-
-def assert_equal_by_spark(source: Source, pipeline: Pipeline, spark: Any, name: str) -> None:
-    """The rows of a table whose columns may be mapped, which Polars does not read."""
-    publish = pipeline.ledger.publish()
-    assert publish is not None
-    pointer = publish.tables[TableName("public", name)]
-    frame = spark.read.format("delta").option("versionAsOf", pointer.version).load(pointer.path)
-    dropped = pipeline.ledger.tables()[TableName("public", name)].dropped
-    columns = [column for column in frame.columns if not column.startswith("_pgwal_") and column not in dropped]
-    wanted = [
-        row[0]
-        for row in source.sql(
-            "SELECT attname FROM pg_attribute WHERE attrelid = %s::regclass AND attnum > 0 AND NOT attisdropped ORDER BY attnum", name
-        )
-    ]
-    assert columns == wanted
-    quoted = ", ".join(map(quote_ident, wanted))
-    rows = frame.select(*("`" + column.replace("`", "``") + "`" for column in columns)).collect()
-    assert sorted(map(repr, map(tuple, rows))) == sorted(map(repr, map(tuple, source.sql(f"SELECT {quoted} FROM {name}"))))
 
 
 def test_tables_made_before_their_features_were_known_are_widened(source: Source, pipeline: Pipeline, spark: Any) -> None:

@@ -1,6 +1,6 @@
 """What is done between two looks at the catalog and undone again, or hidden by what the stream tells: the rows are read again for it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,9 @@ from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.oracle import assert_equal
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_schema_changes import converge, run
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
+from pgwal_pipeline_tests.scenarios.tables.altering import converge, run
 from pgwal_pipeline_tests.support import Source
-
-MakePipeline = Callable[..., Pipeline]
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from pgwal_pipeline.pipeline.maintenance import maintain
 from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline.postgres import copy
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_schema_changes import while_the_stream_is_read
-from pgwal_pipeline_tests.pipeline.test_snapshots import READ, WRITTEN, at_each_pass
+from pgwal_pipeline_tests.faults import READ, WRITTEN, at_each_pass
+from pgwal_pipeline_tests.pipelines import Pipeline
+from pgwal_pipeline_tests.scenarios.tables.altering import while_the_stream_is_read
 from pgwal_pipeline_tests.support import Source
 
 T, OTHER = TableName("public", "t"), TableName("public", "other")

@@ -1,7 +1,6 @@
 """Gaps in what the slot brings, and drains that died with work half done: nothing stale is taken up, and nothing is stuck."""
 
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -25,14 +24,11 @@ from pgwal_pipeline.pipeline.drop import drop
 from pgwal_pipeline.pipeline.status import publish_due
 from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_identity import caught_up, lead_to, promoted
-from pgwal_pipeline_tests.postgres.standby import standby_of
+from pgwal_pipeline_tests.commands import Commands
+from pgwal_pipeline_tests.pipelines import DRAIN, MakePipeline, Pipeline, ids_in_raw, killed, lead_to
+from pgwal_pipeline_tests.postgres.standby import caught_up, promoted, standby_of
 from pgwal_pipeline_tests.support import TEST_SETTINGS, Source, fresh_source, wait_for
-from pgwal_pipeline_tests.test_cli import Commands
 
-MakePipeline = Callable[..., Pipeline]
-DRAIN = "from pgwal_pipeline.pipeline.drain import drain\ndrain(settings, progress=progress)"
 RENEW = "from pgwal_pipeline.pipeline.drain import renew\nrenew(settings, progress=progress)"
 SLOTS = "SELECT slot_name::text, plugin::text FROM pg_replication_slots WHERE slot_name = %s"
 
@@ -45,15 +41,6 @@ def read_once(source: Source, pipeline: Pipeline) -> None:
     pipeline.drain()
     assert snapshots.needed(pipeline.settings) == ()
     source.sql("INSERT INTO t VALUES (11, 0)")
-
-
-def killed(pipeline: Pipeline, code: str, point: str, **environment: str) -> None:
-    done = pipeline.child(code, environment={"PGWAL_FAILPOINTS": f"{point}=kill", **environment})
-    assert done.returncode == -signal.SIGKILL, done.stderr
-
-
-def ids_in_raw(pipeline: Pipeline) -> list[int]:
-    return sorted(pl.read_delta(pipeline.lake.raw(TableName("public", "t")))["id"].to_list())
 
 
 @pytest.mark.parametrize("point", ["renew.before_slot", "renew.after_slot", "renew.after_origin", "renew.after_tables"])

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 
 from pgwal_pipeline.values.relation import TableName, quote_ident
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_feature_transitions import assert_equal_by_spark
+from pgwal_pipeline_tests.pipelines import Pipeline
+from pgwal_pipeline_tests.scenarios.tables.mapped_columns import assert_equal_by_spark
 from pgwal_pipeline_tests.support import Source
 
 # Names of columns that may stand, though the lake's own statements, Delta, Spark, delta-rs, Arrow or Polars use them.

@@ -13,11 +13,10 @@ from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline.doctor import examine
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.postgres.standby import standby_of
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline, lead_to
+from pgwal_pipeline_tests.postgres.standby import caught_up, promoted, standby_of
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
-MakePipeline = Callable[..., Pipeline]
 SLOT = "SELECT {} FROM pg_replication_slots WHERE slot_name = %s"
 
 
@@ -207,16 +206,6 @@ def test_a_lake_that_was_restored_from_a_backup_is_behind_its_slot(
     renewed(source, pipeline)
 
 
-def promoted(standby: Source) -> None:
-    standby.sql("SELECT pg_promote(true, 30)")
-    wait_for(lambda: not standby.value("SELECT pg_is_in_recovery()"), what="the promotion")
-
-
-def caught_up(source: Source, standby: Source) -> None:
-    target = source.value("SELECT pg_current_wal_flush_lsn()::text")
-    wait_for(lambda: standby.value("SELECT pg_last_wal_replay_lsn() >= %s::pg_lsn", target), what="the standby to follow")
-
-
 def test_a_standby_that_takes_over(make_server: Callable[..., Postgres], make_pipeline: MakePipeline, tmp_path: Path, spark: Any) -> None:
     """With the slot and all that the lake has it goes on; promoted before it had all of that it is refused, and so is the old primary."""
     server = make_server()
@@ -251,14 +240,6 @@ def test_a_standby_that_takes_over(make_server: Callable[..., Postgres], make_pi
             old = lead_to(make_pipeline, pipeline, source, spark)
             with pytest.raises(LakeError, match="older copy of the source"):
                 old.drain()
-
-
-def lead_to(make_pipeline: MakePipeline, pipeline: Pipeline, source: Source, spark: Any) -> Pipeline:
-    """The same lake, slot and publication on another server."""
-    names = {"slot": pipeline.settings.slot, "publication": pipeline.settings.publication, "lake": pipeline.settings.lake}
-    led = make_pipeline(source_dsn=source.dsn, **names)
-    led.source, led.spark = source, lambda: spark
-    return led
 
 
 def test_a_standby_promoted_before_it_had_everything(

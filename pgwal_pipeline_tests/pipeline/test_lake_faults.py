@@ -18,7 +18,7 @@ from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.values.lsn import parse_lsn
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import Source
 
 _LARGE = "(SELECT string_agg(md5(random()::text || i || n), '') FROM generate_series(1, 100) n)"  # 3 kB that do not get smaller

@@ -1,7 +1,6 @@
 """A long drain counts what it has window by window, on one stream: a kill costs one window, and the slot moves while the drain goes on."""
 
 import re
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -17,10 +16,8 @@ from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
 from pgwal_pipeline.values.lsn import parse_lsn
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.faults import injected
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
 from pgwal_pipeline_tests.support import Source
-
-MakePipeline = Callable[..., Pipeline]
 
 _MB = 1 << 20
 

@@ -11,7 +11,7 @@ from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import Source
 
 TABLES = 300

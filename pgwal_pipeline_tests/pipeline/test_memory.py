@@ -3,7 +3,6 @@
 import json
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import polars as pl
@@ -14,10 +13,8 @@ from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import MakePipeline
 from pgwal_pipeline_tests.support import Source, wait_for
-
-MakePipeline = Callable[..., Pipeline]
 
 _MB = 1 << 20
 _BUDGET = 8 * _MB

@@ -9,10 +9,8 @@ import pytest
 
 from pgwal_pipeline.embedded.postgres import Postgres, servers
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
 from pgwal_pipeline_tests.support import Source, fresh_source
-
-MakePipeline = Callable[..., Pipeline]
 
 _TABLES = (
     "CREATE EXTENSION citext",

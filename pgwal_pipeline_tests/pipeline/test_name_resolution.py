@@ -16,9 +16,9 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.messages.errors import SourceUnavailable
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_connections import assert_raw_is_whole, at_reads, drained, fill, prepared
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.proxy import Proxy, proxied, tcp
+from pgwal_pipeline_tests.scenarios.connections.workload import assert_raw_is_whole, at_reads, drained, fill, prepared
 from pgwal_pipeline_tests.support import Source
 
 _NAME = "source.example"

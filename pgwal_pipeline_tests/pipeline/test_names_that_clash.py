@@ -3,7 +3,7 @@
 import pytest
 
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import Source
 
 _CLASHING = {

@@ -30,12 +30,11 @@ from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.spark.session import spark_session
 from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import TableName
+from pgwal_pipeline_tests.commands import Commands, command_lines
 from pgwal_pipeline_tests.connect_server import ConnectServer
 from pgwal_pipeline_tests.lake.store import UNSET, VARIABLES, FaultyStore, faulty_store, object_store
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import Source, wait_for
-from pgwal_pipeline_tests.test_cli import Commands
-from pgwal_pipeline_tests.test_secrets import command_lines
 
 _TABLES = ("public.a", "public.b")
 

@@ -1,7 +1,6 @@
 """TRUNCATE in all its forms, tables without columns or keys, what is no table of ours, and what a publication of the user's leaves out."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import polars as pl
@@ -13,11 +12,9 @@ from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline.status import status
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.oracle import assert_equal
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_schema_changes import converge, generations, run
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
+from pgwal_pipeline_tests.scenarios.tables.altering import converge, generations, run
 from pgwal_pipeline_tests.support import Source
-
-MakePipeline = Callable[..., Pipeline]
 
 
 @pytest.mark.long

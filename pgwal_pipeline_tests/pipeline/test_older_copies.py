@@ -14,10 +14,8 @@ from pgwal_pipeline.messages.errors import LakeError, SlotLost
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.values.lsn import parse_lsn
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
 from pgwal_pipeline_tests.support import Source, fresh_source
-
-MakePipeline = Callable[..., Pipeline]
 
 
 @contextmanager

@@ -16,10 +16,8 @@ from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
 from pgwal_pipeline.values.lsn import parse_lsn
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.faults import RUNS_OWN, TABLES_OWN, at_tables, injected
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
 from pgwal_pipeline_tests.support import Source, wait_for
-
-MakePipeline = Callable[..., Pipeline]
 
 _STAGES = ("describe", "decode", "write", "commit")
 _TABLES = ["public.a", "public.b", "public.c"]

@@ -10,7 +10,7 @@ from pgwal_pipeline.pipeline import maintenance, status, verify
 from pgwal_pipeline.pipeline import publish as publishes
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.faults import RUNS_OWN, TABLES_OWN, at_tables, injected
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import Source
 
 _TABLES = ["public.a", "public.b", "public.c"]

@@ -8,8 +8,8 @@ from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import status
 from pgwal_pipeline.pipeline.doctor import examine
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.postgres.test_positions import FAR, flushed, shift_sql
+from pgwal_pipeline_tests.pipelines import Pipeline
+from pgwal_pipeline_tests.postgres.shifted_positions import FAR, flushed, shift_sql
 from pgwal_pipeline_tests.support import Source
 
 BY = [FAR, -(1 << 22)]

@@ -15,7 +15,7 @@ from pgwal_pipeline.pipeline.drop import drop
 from pgwal_pipeline.pipeline.status import status
 from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import Source
 
 GUIDE = Path(__file__).parents[2] / "docs" / "source.md"

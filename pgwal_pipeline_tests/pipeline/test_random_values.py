@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_values import assert_values, quoted
+from pgwal_pipeline_tests.pipelines import Pipeline
+from pgwal_pipeline_tests.scenarios.values.comparison import assert_values, quoted
 from pgwal_pipeline_tests.support import Source
 
 ROWS = 75  # values of each type, which go by snapshot and by stream

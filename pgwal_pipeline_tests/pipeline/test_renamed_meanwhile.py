@@ -20,10 +20,9 @@ from pgwal_pipeline.pipeline import table_rows
 from pgwal_pipeline.postgres import copy
 from pgwal_pipeline.values.own_columns import CHUNK, GENERATION
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
 from pgwal_pipeline_tests.support import Source
 
-MakePipeline = Callable[..., Pipeline]
 Late = Callable[[str], None]
 
 A, B = TableName("public", "a"), TableName("public", "b")

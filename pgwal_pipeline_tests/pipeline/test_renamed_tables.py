@@ -13,8 +13,8 @@ from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline import status as statuses
 from pgwal_pipeline.values.relation import Relation, TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_schema_changes import converge, run
+from pgwal_pipeline_tests.pipelines import Pipeline
+from pgwal_pipeline_tests.scenarios.tables.altering import converge, run
 from pgwal_pipeline_tests.support import Source
 
 BEFORE = "INSERT INTO {t} VALUES (10, 'before'); UPDATE {t} SET v = 'changed' WHERE id = 1; DELETE FROM {t} WHERE id = 2"

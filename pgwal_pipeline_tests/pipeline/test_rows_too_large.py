@@ -1,6 +1,5 @@
 """Rows that are larger than one may be: they cost their table, and neither its neighbours nor the machine's memory."""
 
-from collections.abc import Callable
 from typing import Any
 
 import polars as pl
@@ -13,10 +12,8 @@ from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import verify
 from pgwal_pipeline.values.lsn import parse_lsn
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
 from pgwal_pipeline_tests.support import Source
-
-MakePipeline = Callable[..., Pipeline]
 
 _BIG = TableName("public", "big")
 

@@ -7,9 +7,9 @@ import pytest
 
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
-from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
+from pgwal_pipeline_tests.scenarios.tables.altering import converge, generations, run, while_the_stream_is_read
 from pgwal_pipeline_tests.support import Source
 
 COLUMNS = "id int PRIMARY KEY, a int, b text, n numeric(8, 2)"
@@ -84,30 +84,8 @@ FOLLOWED_ON = (
 SOME = ("drop_add_type", "narrow", "key_dropped", "key_changed", "identity")
 
 
-def run(source: Source, statements: str, table: str) -> None:
-    """Each statement is a transaction of its own."""
-    for statement in statements.replace("{t}", table).split("; "):
-        source.sql(statement)
-
-
 def fill(source: Source, table: str, first: int, last: int) -> None:
     source.sql(ROWS.format(t=table, first=first, last=last))
-
-
-def generations(pipeline: Pipeline) -> dict[str, str | None]:
-    return {state.table.name: state.generation for state in pipeline.ledger.tables().values() if state.state == "ready"}
-
-
-def converge(pipeline: Pipeline) -> None:
-    """What `pgwal sync` does: read what needs it, drain, publish; once more where the drain found that a table was altered."""
-    drains.bootstrap(pipeline.settings, progress=Silent())
-    for _ in range(3):
-        if snapshots.needed(pipeline.settings):
-            pipeline.snapshot()
-        pipeline.drain()
-        pipeline.publish()
-        if not snapshots.needed(pipeline.settings):
-            return
 
 
 def altered_tables(source: Source, changes: Iterable[str], kinds: Mapping[str, tuple[bool, bool]]) -> dict[str, tuple[str, bool, bool]]:
@@ -170,23 +148,6 @@ def test_altered_between_runs(changes: tuple[str, ...], source: Source, pipeline
     converge(pipeline)
     pipeline.assert_current(*(f"public.{table}" for table in tables))
     assert generations(pipeline) == after
-
-
-MakePipeline = Callable[..., Pipeline]
-
-
-def while_the_stream_is_read(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    """A drain that has looked at the tables when `act` is done, and reads what it did."""
-    attach = drains.attach
-
-    def then_act(*args: Any, **named: Any) -> Any:
-        found = attach(*args, **named)
-        act()
-        return found
-
-    monkeypatch.setattr(drains, "attach", then_act)
-    pipeline.drain()
-    monkeypatch.undo()
 
 
 def test_altered_while_the_stream_is_read(source: Source, make_pipeline: MakePipeline, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,9 @@ from pgwal_pipeline.pipeline import slot_watch
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import MakePipeline
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
-MakePipeline = Callable[..., Pipeline]
 READ = "snapshot.between_read_and_write"
 WRITTEN = "snapshot.before_chunk_record"
 TABLE = TableName("public", "t")

@@ -9,7 +9,6 @@ from typing import Any
 import psycopg2
 import pytest
 
-from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake.current import generation
 from pgwal_pipeline.messages.errors import SlotLost, SourceRefused, SourceUnavailable
 from pgwal_pipeline.messages.progress import Silent
@@ -17,25 +16,11 @@ from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.faults import READ, WRITTEN, at_each_pass
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import Source, wait_for
 
 LONG = "repeat('-', 3000)"  # stored apart, and not sent again where it did not change
-READ = "snapshot.between_read_and_write"
-WRITTEN = "snapshot.before_chunk_record"
-
-
-def at_each_pass(monkeypatch: pytest.MonkeyPatch, point: str, act: Callable[[int], None]) -> None:
-    """Call `act` with 0, 1, … whenever a snapshot passes the failpoint."""
-    passed = 0
-
-    def hit(name: str) -> None:
-        nonlocal passed
-        if name == point:
-            passed += 1
-            act(passed - 1)
-
-    monkeypatch.setattr(failpoints, "hit", hit)
 
 
 # What is done to tables of 20 rows, read in chunks of 7, when the first chunk (1 to 7) has been read and the others have not.

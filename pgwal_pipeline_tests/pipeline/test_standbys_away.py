@@ -10,9 +10,8 @@ from pgwal_pipeline.messages.errors import SourceUnavailable
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.postgres import standbys
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_connections import assert_raw_is_whole, drained, fill, prepared
-from pgwal_pipeline_tests.pipeline.test_gaps import ids_in_raw
+from pgwal_pipeline_tests.pipelines import Pipeline, ids_in_raw
+from pgwal_pipeline_tests.scenarios.connections.workload import assert_raw_is_whole, drained, fill, prepared
 from pgwal_pipeline_tests.support import Source, fresh_source
 
 

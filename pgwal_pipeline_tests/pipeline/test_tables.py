@@ -12,8 +12,8 @@ import pytest
 
 from pgwal_pipeline.values.relation import TableName, quote_ident
 from pgwal_pipeline_tests.oracle import assert_equal
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_values import exact, value_and_text
+from pgwal_pipeline_tests.pipelines import Pipeline
+from pgwal_pipeline_tests.scenarios.values.comparison import exact, value_and_text
 from pgwal_pipeline_tests.support import Source
 
 # Type of the key: its values, some of them equal for Postgres though they are written differently.

@@ -21,7 +21,7 @@ from pgwal_pipeline.pipeline.status import status
 from pgwal_pipeline.postgres import dsn
 from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.postgres.tls import Authority, Pair, start_tls_server, terminator, tls_installation
 from pgwal_pipeline_tests.proxy import Proxy
 from pgwal_pipeline_tests.support import Source

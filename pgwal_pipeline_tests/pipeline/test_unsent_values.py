@@ -11,8 +11,8 @@ import pytest
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_values import assert_values
+from pgwal_pipeline_tests.pipelines import Pipeline
+from pgwal_pipeline_tests.scenarios.values.comparison import assert_values
 from pgwal_pipeline_tests.support import Source
 
 # Each value has more than the 2,000 bytes from which on it is stored out of line, and one of them has a text of its own in the lake.

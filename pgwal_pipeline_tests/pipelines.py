@@ -2,16 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
+import polars as pl
 
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
@@ -112,27 +112,24 @@ class Pipeline:
                 process.kill()
 
 
-@pytest.fixture
-def make_pipeline(source: Source, tmp_path: Path) -> Callable[..., Pipeline]:
-    """`make_pipeline(**settings)`: a pipeline without Spark on the test's database."""
-
-    def make(**overrides: Any) -> Pipeline:
-        name = f"t_{uuid.uuid4().hex[:10]}"
-        values = {"source_dsn": source.dsn, "slot": name, "publication": name, "lake": str(tmp_path / "lake")}
-        values |= {"busy_timeout": 20, "blocked_timeout": 20}
-        settings = Settings.from_environment({}, **(values | overrides))
-
-        def no_spark() -> Any:
-            raise AssertionError("this test has no Spark")
-
-        return Pipeline(source, settings, no_spark)
-
-    return make
+DRAIN = "from pgwal_pipeline.pipeline.drain import drain\ndrain(settings, progress=progress)"
 
 
-@pytest.fixture
-def pipeline(make_pipeline: Callable[..., Pipeline], spark: Any) -> Iterator[Pipeline]:
-    """A pipeline with the run's Spark session."""
-    made = make_pipeline()
-    made.spark = lambda: spark
-    yield made
+def killed(pipeline: Pipeline, code: str, point: str, **environment: str) -> None:
+    done = pipeline.child(code, environment={"PGWAL_FAILPOINTS": f"{point}=kill", **environment})
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def ids_in_raw(pipeline: Pipeline) -> list[int]:
+    return sorted(pl.read_delta(pipeline.lake.raw(TableName("public", "t")))["id"].to_list())
+
+
+MakePipeline = Callable[..., Pipeline]
+
+
+def lead_to(make_pipeline: MakePipeline, pipeline: Pipeline, source: Source, spark: Any) -> Pipeline:
+    """The same lake, slot and publication on another server."""
+    names = {"slot": pipeline.settings.slot, "publication": pipeline.settings.publication, "lake": pipeline.settings.lake}
+    led = make_pipeline(source_dsn=source.dsn, **names)
+    led.source, led.spark = source, lambda: spark
+    return led
