@@ -11,8 +11,8 @@ from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.oracle import assert_equal
-from pgwal_pipeline_tests.pipeline.random_workload import Table, Workload
 from pgwal_pipeline_tests.pipelines import Pipeline
+from pgwal_pipeline_tests.scenarios.random.workload import Table, Workload
 from pgwal_pipeline_tests.support import Source
 
 _CHANGES = 120  # statements a round

@@ -26,7 +26,7 @@ from pgwal_pipeline.pipeline.status import status
 from pgwal_pipeline.settings import PREFIX, Settings
 from pgwal_pipeline.values.relation import PgType, TableName
 from pgwal_pipeline_tests.decode.wire import array_of, numeric
-from pgwal_pipeline_tests.guides import ROOT, anchors, broken_links, commands, guides, names, prose, read, section, shown, tables
+from pgwal_pipeline_tests.project.guides import ROOT, anchors, broken_links, commands, guides, names, prose, read, section, shown, tables
 
 GUIDES = [pytest.param(path, id=shown(path)) for path in guides()]
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
@@ -178,7 +178,7 @@ def test_commands_can_be_typed(path: Path) -> None:
         ".venv/bin/python -m pytest -m hard",
         ".venv/bin/python -m pytest -m 'not hard'",
         ".venv/bin/python -m pytest pgwal_pipeline_tests/test_nothing.py",
-        ".venv/bin/python -m pytest pgwal_pipeline_tests/test_guides.py -k no_such_test",
+        ".venv/bin/python -m pytest pgwal_pipeline_tests/project/test_guides.py -k no_such_test",
         "docker compose exec nobody pgwal status",
         "docker compose exec code pgwal drian",
         "docker compose --profile none up",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDERS = (".", ".github", "docs", "deploy", "bench", "pgwal_pipeline_tests")
 
 _FENCE = re.compile(r"(?ms)^[ ]*```(\w*)\n(.*?)^[ ]*```")

@@ -1,4 +1,4 @@
-"""Moto's object store as a process: `python -m pgwal_pipeline_tests.lake.moto_server PORT`.
+"""Moto's object store as a process: `python -m pgwal_pipeline_tests.scenarios.object_store.moto_server PORT`.
 
 A store decides in one step whether a key may be written that must not be there yet; moto looks first and writes then, and between the two
 another request of its threads may have written (seen: once in 300 keys on a busy machine). Here requests are taken side by side, and

@@ -32,8 +32,8 @@ from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.commands import Commands, command_lines
 from pgwal_pipeline_tests.connect_server import ConnectServer
-from pgwal_pipeline_tests.lake.store import UNSET, VARIABLES, FaultyStore, faulty_store, object_store
 from pgwal_pipeline_tests.pipelines import Pipeline
+from pgwal_pipeline_tests.scenarios.object_store.store import UNSET, VARIABLES, FaultyStore, faulty_store, object_store
 from pgwal_pipeline_tests.support import Source, wait_for
 
 _TABLES = ("public.a", "public.b")

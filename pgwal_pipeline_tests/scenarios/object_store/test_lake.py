@@ -20,7 +20,7 @@ from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.values.lsn import window_key
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.lake.changes import inserts, read, relation
-from pgwal_pipeline_tests.lake.store import UNSET, VARIABLES, Fault, FaultyStore, faulty_store, object_store
+from pgwal_pipeline_tests.scenarios.object_store.store import UNSET, VARIABLES, Fault, FaultyStore, faulty_store, object_store
 
 _ORDERS = TableName("shop", "Orders")
 

@@ -32,7 +32,7 @@ Fault = Literal["500", "503", "stall", "reset", "lose", "half"]
 @contextlib.contextmanager
 def object_store(bucket: str = "lakes") -> Iterator[str]:
     """A store with an empty bucket; its URL."""
-    with _served([sys.executable, "-m", "pgwal_pipeline_tests.lake.moto_server", "{port}"]) as port:
+    with _served([sys.executable, "-m", "pgwal_pipeline_tests.scenarios.object_store.moto_server", "{port}"]) as port:
         url = f"http://127.0.0.1:{port}"
         keys = {name.lower(): value for name, value in VARIABLES.items()}
         client = boto3.client("s3", region_name="us-east-1", endpoint_url=url, **keys)

@@ -24,7 +24,7 @@ def _report(rounds: Rounds, seed: int, number: int, error: BaseException) -> str
     named = next((table.name for table in rounds.work.tables() if table.name in str(error)), "COMMIT")
     return (
         f"seed {seed}, round {number}: {error}\nTo repeat: PGWAL_TEST_SEED={seed} PGWAL_TEST_ROUNDS={number} "
-        f"pytest pgwal_pipeline_tests/pipeline/test_random.py -k in_short\n"
+        f"pytest pgwal_pipeline_tests/scenarios/random/test_random.py -k in_short\n"
         f"What was done to it:\n{rounds.work.history(named)}"
     )
 

@@ -12,7 +12,7 @@ import pgwal_pipeline
 from pgwal_pipeline.components import PostgresCdcComponent
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline_tests.components.projects import project
-from pgwal_pipeline_tests.guides import ROOT, blocks, names, read, tables
+from pgwal_pipeline_tests.project.guides import ROOT, blocks, names, read, tables
 
 _HEAVY = ("dagster", "pyspark", "deltalake", "pyarrow", "numpy", "pydantic", "psycopg2", "click")
 

@@ -18,7 +18,7 @@ from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import Source
 
-GUIDE = Path(__file__).parents[2] / "docs" / "source.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "source.md"
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pgwal_pipeline.lake import rows
 from pgwal_pipeline.lake.faults import STAGES
 from pgwal_pipeline.lake.ledger import LOGS
 from pgwal_pipeline.lake.records import State, WindowState
-from pgwal_pipeline_tests.guides import ROOT, names, read, section, tables
+from pgwal_pipeline_tests.project.guides import ROOT, names, read, section, tables
 
 GUIDE = read("ARCHITECTURE.md")
 CODE = ROOT / "pgwal_pipeline"
