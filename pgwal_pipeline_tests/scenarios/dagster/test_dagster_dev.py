@@ -23,7 +23,7 @@ from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.host.spawn import free_port
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.support import fresh_source
+from pgwal_pipeline_tests.support import fresh_source, wait_for
 
 ROOT = Path(code_location.__file__).parents[1]
 QUIET = 30.0  # seconds, in which a sensor looks several times
@@ -81,12 +81,15 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def wait_for(what: str, met: Callable[[], bool], dev: Dev) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not met():
-        assert dev.process.poll() is None, dev.log.read_text()[-5000:]
-        assert time.monotonic() < deadline, f"{what}\n{dev.log.read_text()[-5000:]}"
-        time.sleep(1)
+def awaited(what: str, met: Callable[[], bool], dev: Dev) -> None:
+    """Wait while `dagster dev` runs; its last words tell why when it ends or the time is over."""
+
+    def met_while_it_runs() -> bool:
+        done = met()
+        assert done or dev.process.poll() is None, dev.log.read_text()[-5000:]
+        return done
+
+    wait_for(met_while_it_runs, seconds=PATIENCE, pause=1, what=lambda: f"{what}\n{dev.log.read_text()[-5000:]}")
 
 
 @pytest.mark.long
@@ -116,7 +119,7 @@ def test_the_ui_alone_is_enough(server: Postgres, stack: ExitStack, connect_addr
         return pl.scan_delta(path).select(pl.len()).collect().item() if DeltaTable.is_deltatable(path) else -1
 
     # Slot, snapshot, current: nobody asked for a run.
-    wait_for("the first publish", lambda: current(ORDERS) == 100, dev)
+    awaited("the first publish", lambda: current(ORDERS) == 100, dev)
     with dg.DagsterInstance.from_config(str(home)) as instance:
         assets = dev.ask("{ assetNodes { assetKey { path } groupName kinds freshnessPolicy { __typename } } }")["assetNodes"]
         assert {"/".join(asset["assetKey"]["path"]) for asset in assets} == {
@@ -128,17 +131,17 @@ def test_the_ui_alone_is_enough(server: Postgres, stack: ExitStack, connect_addr
         source.sql("INSERT INTO orders SELECT g, g FROM generate_series(101, 150) g")
         source.sql("CREATE TABLE later AS SELECT g AS id FROM generate_series(1, 7) g")
         source.sql("ALTER TABLE later ADD PRIMARY KEY (id)")
-        wait_for("the changes", lambda: current(ORDERS) == 150, dev)
-        wait_for("the new table", lambda: current(LATER) == 7, dev)
+        awaited("the changes", lambda: current(ORDERS) == 150, dev)
+        awaited("the new table", lambda: current(LATER) == 7, dev)
 
         # The source goes away and comes back: the sensor waits, and goes on.
         server.stop()
         ticks = len(dev.log.read_text())
-        wait_for("a tick without the source", lambda: "cannot be reached" in dev.log.read_text()[ticks:], dev)
+        awaited("a tick without the source", lambda: "cannot be reached" in dev.log.read_text()[ticks:], dev)
         server.start()
         source.close()
         source.sql("DELETE FROM orders WHERE id > 40")
-        wait_for("the changes after the outage", lambda: current(ORDERS) == 40, dev)
+        awaited("the changes after the outage", lambda: current(ORDERS) == 40, dev)
 
         # Then all is quiet, and stays so.
         seen, since = -1, time.monotonic()
@@ -151,7 +154,7 @@ def test_the_ui_alone_is_enough(server: Postgres, stack: ExitStack, connect_addr
                 seen, since = runs, time.monotonic()
             return time.monotonic() - since > QUIET
 
-        wait_for("half a minute without a run", quiet, dev)
+        awaited("half a minute without a run", quiet, dev)
         assert instance.get_latest_materialization_event(NAMES.slot) is not None
         assert instance.get_runs(limit=1)[0].is_success
     dev.stop()

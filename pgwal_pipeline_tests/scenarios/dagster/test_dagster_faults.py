@@ -21,7 +21,7 @@ from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.runs import dagster_home
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.support import Source, fresh_source
+from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
 ROOT = Path(code_location.__file__).parents[1]
 PATIENCE = 240.0
@@ -90,10 +90,7 @@ class Site:
         return rows == self.source.sql("SELECT id, total FROM orders ORDER BY id")
 
     def wait(self, what: str, met: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not met():
-            assert time.monotonic() < deadline, f"waited for {what}\n{self.daemons.log.read_text(errors='replace')[-4000:]}"
-            time.sleep(0.2)
+        wait_for(met, seconds=PATIENCE, pause=0.2, what=lambda: f"{what}\n{self.daemons.log.read_text(errors='replace')[-4000:]}")
 
     def change(self) -> None:
         self.source.sql("UPDATE orders SET total = total + 1 WHERE id % 3 = 0; INSERT INTO orders SELECT max(id) + 1, 0 FROM orders")

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import boto3
 
 from pgwal_pipeline.host.spawn import free_port
+from pgwal_pipeline_tests.support import wait_for
 
 VARIABLES = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "Zq7s3cretZq"}
 UNSET = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ALLOW_HTTP", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3")
@@ -88,13 +89,14 @@ def _served(command: list[str]) -> Iterator[int]:
     quiet = subprocess.DEVNULL
     server = subprocess.Popen([part.format(port=port) for part in command], stdout=quiet, stderr=quiet)
     try:
-        deadline = time.monotonic() + 60
-        while True:
+
+        def answers() -> bool:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
+                return True
             assert server.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+            return False
+
+        wait_for(answers, pause=0.05, what="the store to answer")
         yield port
     finally:
         server.kill()

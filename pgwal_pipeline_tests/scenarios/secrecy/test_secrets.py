@@ -2,7 +2,6 @@
 
 import os
 import sqlite3
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -17,6 +16,7 @@ import pytest
 from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline_tests.commands import Commands, command_lines
+from pgwal_pipeline_tests.support import wait_for
 
 # Its middle is in every way of writing it, but for the one in which each byte is percent-encoded.
 CORE = "Zq7hunter2Zq"
@@ -107,14 +107,17 @@ def runs(guarded: Postgres, tmp_path: Path) -> Runs:
 def test_a_whole_run_leaves_no_trace_of_the_password(guarded: Postgres, runs: Runs, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     marker = tmp_path / "reached"
     process = runs.commands.start("sync", "--json", PGWAL_FAILPOINTS=f"publish.in_merge=touch:{marker}@1")
-    deadline = time.monotonic() + 180
-    while not marker.exists():
+
+    def reached() -> bool:
+        if marker.exists():
+            return True
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
         for pid, line in command_lines().items():
             if pid != os.getpid():
                 _without_secret(line, line)
-        time.sleep(0.1)
+        return False
+
+    wait_for(reached, seconds=180, pause=0.1, what="the merge")
     if Path("/proc/self/environ").exists():
         java = [pid for pid, line in command_lines().items() if b"SparkSubmit" in line and _parent(pid) == process.pid]
         assert java
@@ -161,11 +164,13 @@ def _failures(guarded: Postgres, runs: Runs) -> None:
         # Refused in the middle of a run, so that Dagster records the failure.
         marker = runs.commands.folder / "changed"
         process = runs.commands.start("resnapshot", "public.t", PGWAL_FAILPOINTS=f"snapshot.between_read_and_write=touch:{marker}@1")
-        deadline = time.monotonic() + 60
-        while not marker.exists():
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+
+        def reached() -> bool:
+            there = marker.exists()
+            assert there or process.poll() is None, process.communicate()
+            return there
+
+        wait_for(reached, pause=0.05, what="the snapshot to be read")
         admin.execute(b"ALTER ROLE alice PASSWORD 'changed'")
         marker.unlink()
         out, err = process.communicate(timeout=120)
