@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from pgwal_pipeline.embedded.postgres import Installation, Postgres, default_ins
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.spark.session import spark_session
 from pgwal_pipeline_tests import shared_spark
+from pgwal_pipeline_tests.commands import Commands
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import MADE_ONCE, DockerServer, Source, docker_refusal, fresh_source, start_server
 
 if TYPE_CHECKING:
@@ -199,3 +202,34 @@ def spark_connect(connect_address: str, spark_settings: Settings) -> "Iterator[S
         session = spark_session(spark_settings.model_copy(update={"spark_remote": connect_address, "spark_conf": {}}))
         yield session
         session.stop()
+
+
+@pytest.fixture
+def make_pipeline(source: Source, tmp_path: Path) -> Callable[..., Pipeline]:
+    """`make_pipeline(**settings)`: a pipeline without Spark on the test's database."""
+
+    def make(**overrides: Any) -> Pipeline:
+        name = f"t_{uuid.uuid4().hex[:10]}"
+        values = {"source_dsn": source.dsn, "slot": name, "publication": name, "lake": str(tmp_path / "lake")}
+        values |= {"busy_timeout": 20, "blocked_timeout": 20}
+        settings = Settings.from_environment({}, **(values | overrides))
+
+        def no_spark() -> Any:
+            raise AssertionError("this test has no Spark")
+
+        return Pipeline(source, settings, no_spark)
+
+    return make
+
+
+@pytest.fixture
+def pipeline(make_pipeline: Callable[..., Pipeline], spark: Any) -> Iterator[Pipeline]:
+    """A pipeline with the run's Spark session."""
+    made = make_pipeline()
+    made.spark = lambda: spark
+    yield made
+
+
+@pytest.fixture
+def commands(source: Source, tmp_path: Path) -> Commands:
+    return Commands(tmp_path, source.dsn)

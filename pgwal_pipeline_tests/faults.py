@@ -1,7 +1,9 @@
 """Faults put into the work for one table, and what they must leave behind."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+import pytest
 
 from pgwal_pipeline import failpoints
 
@@ -26,3 +28,22 @@ def injected(points: str) -> Iterator[None]:
 def at_tables(stage: str, tables: list[str], kind: str) -> str:
     """Failpoints that raise `kind` in a stage of the work for these tables."""
     return ";".join(f"table.{stage}/{table}=raise:{kind}" for table in tables)
+
+
+READ = "snapshot.between_read_and_write"
+
+
+WRITTEN = "snapshot.before_chunk_record"
+
+
+def at_each_pass(monkeypatch: pytest.MonkeyPatch, point: str, act: Callable[[int], None]) -> None:
+    """Call `act` with 0, 1, … whenever a snapshot passes the failpoint."""
+    passed = 0
+
+    def hit(name: str) -> None:
+        nonlocal passed
+        if name == point:
+            passed += 1
+            act(passed - 1)
+
+    monkeypatch.setattr(failpoints, "hit", hit)

@@ -214,16 +214,21 @@ def drop_database(server: Postgres | DockerServer, name: str) -> None:
         admin.execute(f'drop database if exists "{name}" with (force)'.encode())
 
 
-def wait_for(condition: Callable[[], Any], *, seconds: float = 60.0, what: str = "the condition") -> Any:
-    """The first true value that `condition` gives; AssertionError when there is none in `seconds`."""
+def wait_for(
+    condition: Callable[[], Any], *, seconds: float = 60.0, pause: float = 0.02, what: str | Callable[[], str] = "the condition"
+) -> Any:
+    """The first true value that `condition` gives, asked every `pause` seconds; AssertionError when there is none in `seconds`.
+
+    `what` is what the error names, or a function that tells it when the time is over.
+    """
     deadline = time.monotonic() + seconds
     while True:
         value = condition()
         if value:
             return value
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {seconds:g} s for {what}")
-        time.sleep(0.02)
+            raise AssertionError(f"waited {seconds:g} s for {what if isinstance(what, str) else what()}")
+        time.sleep(pause)
 
 
 def _drop_slot(admin: Connection, slot: str) -> bool:

@@ -1,59 +1,18 @@
 """The commands as a user runs them: processes of their own, JSON on stdout, one sentence on stderr, exit codes."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pgwal_pipeline.values.lsn import parse_lsn
-from pgwal_pipeline_tests import children
+from pgwal_pipeline_tests.commands import Commands
 from pgwal_pipeline_tests.oracle import assert_equal
 from pgwal_pipeline_tests.support import Source, wait_for
-
-
-class Commands:
-    """`pgwal` with a slot, a publication, a lake and a DAGSTER_HOME of the test's own: `run` to its end, or `start`ed to be looked at."""
-
-    def __init__(self, folder: Path, dsn: str) -> None:
-        self.folder = folder
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PGWAL_", "PG"))}
-        self.environment = {
-            **inherited,
-            "PGWAL_SOURCE_DSN": dsn,
-            "PGWAL_LAKE": str(folder / "lake"),
-            "PGWAL_SLOT": "cli_test",
-            "PGWAL_PUBLICATION": "cli_test",
-            "PGWAL_BUSY_TIMEOUT": "3s",
-            "DAGSTER_HOME": str(folder / "dagster"),
-        }
-
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "pgwal_pipeline.cli", *arguments]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=self.folder, env={**self.environment, **environment}, stdout=pipe, stderr=pipe, text=True)
-
-    def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
-        everything = {**self.environment, **environment}
-        done = children.completed(children.pgwal, *arguments, environment=everything, cwd=self.folder, timeout=240)
-        return done.returncode, done.stdout, done.stderr
-
-    def json(self, *arguments: str) -> dict[str, Any]:
-        code, out, err = self.run(*arguments, "--json")
-        assert code == 0, err
-        answer = json.loads(out)
-        assert isinstance(answer, dict)
-        return answer
-
-
-@pytest.fixture
-def commands(source: Source, tmp_path: Path) -> Commands:
-    return Commands(tmp_path, source.dsn)
 
 
 @pytest.mark.long

@@ -31,11 +31,10 @@ from pgwal_pipeline.postgres.copies import Room
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.values.lsn import format_lsn, parse_lsn, window_key
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
-from pgwal_pipeline_tests.pipeline.test_random import Rounds
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
+from pgwal_pipeline_tests.scenarios.random.rounds import Rounds
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
-MakePipeline = Callable[..., Pipeline]
 FOUR_CORES = "import pgwal_pipeline.pipeline.catch_up as c\nc.cores = lambda: 4\n"
 DRAIN = FOUR_CORES + "from pgwal_pipeline.pipeline.drain import drain\ndrain(settings, progress=progress)"
 

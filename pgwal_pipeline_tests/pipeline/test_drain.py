@@ -14,10 +14,8 @@ from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.values.lsn import parse_lsn, window_key
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
 from pgwal_pipeline_tests.support import Source, fresh_source
-
-MakePipeline = Callable[..., Pipeline]
 
 
 def raw(pipeline: Pipeline, table: str) -> list[tuple[Any, ...]]:

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import polars as pl
@@ -12,10 +12,8 @@ from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
 from pgwal_pipeline_tests.support import Source
-
-MakePipeline = Callable[..., Pipeline]
 
 ALL_TYPES = """CREATE TYPE mood AS ENUM ('sad', 'ok', 'happy'); CREATE DOMAIN price AS numeric(10, 2);
 CREATE TABLE kinds (id bigint PRIMARY KEY, b bool, i2 int2, i4 int4, f4 float4, f8 float8, o oid, n numeric(12, 4), nn numeric, m money,

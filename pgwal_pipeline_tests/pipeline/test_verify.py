@@ -7,7 +7,7 @@ import pytest
 from pgwal_pipeline.messages.errors import SourceUnavailable
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import verify as verifies
-from pgwal_pipeline_tests.pipeline.conftest import Pipeline
+from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import Source
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pgwal_pipeline.embedded.postgres import Postgres
-from pgwal_pipeline_tests.support import TEST_SETTINGS, Source
+from pgwal_pipeline_tests.support import TEST_SETTINGS, Source, wait_for
 
 
 @contextmanager
@@ -38,3 +38,13 @@ def _give_to_the_owner(folder: Path, like: Path) -> None:
         owner = like.stat()
         for path in (folder, *folder.rglob("*")):
             os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+
+
+def promoted(standby: Source) -> None:
+    standby.sql("SELECT pg_promote(true, 30)")
+    wait_for(lambda: not standby.value("SELECT pg_is_in_recovery()"), what="the promotion")
+
+
+def caught_up(source: Source, standby: Source) -> None:
+    target = source.value("SELECT pg_current_wal_flush_lsn()::text")
+    wait_for(lambda: standby.value("SELECT pg_last_wal_replay_lsn() >= %s::pg_lsn", target), what="the standby to follow")

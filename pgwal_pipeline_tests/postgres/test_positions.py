@@ -13,10 +13,9 @@ from pgwal_pipeline.messages.errors import SourceRefused
 from pgwal_pipeline.postgres import catalog, health, positions, slot
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.health import Check
+from pgwal_pipeline_tests.postgres.shifted_positions import FAR, flushed, shift_sql
 from pgwal_pipeline_tests.postgres.standby import standby_of
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
-
-FAR = 1 << 40
 
 
 @pytest.fixture
@@ -31,16 +30,6 @@ def walsenders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(positions, "replication_connection", counted)
     return asked
-
-
-def shift_sql(monkeypatch: pytest.MonkeyPatch, by: int) -> None:
-    """Have SQL tell positions of another sequence, `by` bytes off, as a storage of its own below Postgres may."""
-    for name in ("FLUSHED", "_INSERTED", "_RECEIVED"):
-        monkeypatch.setattr(positions, name, f"(({getattr(positions, name)}) + {by}::numeric)")
-
-
-def flushed(source: Source) -> int:
-    return int(source.value("SELECT pg_current_wal_flush_lsn() - '0/0'"))
 
 
 def wrote_nothing(source: Source, look: Callable[[], int]) -> bool:

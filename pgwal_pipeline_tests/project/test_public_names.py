@@ -1,0 +1,59 @@
+"""What others may import: it is what the guide says, and importing it loads no more than it needs."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import pgwal_pipeline
+from pgwal_pipeline.components import PostgresCdcComponent
+from pgwal_pipeline.messages.errors import PgwalError
+from pgwal_pipeline_tests.components.projects import project
+from pgwal_pipeline_tests.project.guides import ROOT, blocks, names, read, tables
+
+_HEAVY = ("dagster", "pyspark", "deltalake", "pyarrow", "numpy", "pydantic", "psycopg2", "click")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The modules of `_HEAVY` that a statement loads in a fresh interpreter."""
+    program = f"import sys\n{statement}\nprint(*(name for name in {_HEAVY} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement", ["import pgwal_pipeline", "from pgwal_pipeline import PgwalError", "from pgwal_pipeline import __version__"]
+)
+def test_importing_loads_nothing_heavy(statement: str) -> None:
+    assert loaded_by(statement) == set()
+
+
+def test_what_is_heavy_is_noticed() -> None:
+    assert "dagster" in loaded_by("from pgwal_pipeline import PostgresCdcComponent")
+
+
+def test_the_names_are_those_of_the_guide() -> None:
+    assert sorted(names(row[0])[0] for row in tables(read("docs/python.md"))[0].rows) == sorted(pgwal_pipeline.__all__)
+    assert pgwal_pipeline.PgwalError is PgwalError
+    assert pgwal_pipeline.PostgresCdcComponent is PostgresCdcComponent
+    with pytest.raises(AttributeError, match="Nothing"):
+        pgwal_pipeline.Nothing  # noqa: B018 # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    assert pgwal_pipeline.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (ROOT / "pgwal_pipeline" / "py.typed").exists()
+
+
+def test_the_guides_component_loads_in_another_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOP_DSN", raising=False)
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
+    (given,) = (yaml.safe_load(text) for language, text in blocks(read("docs/python.md")) if language == "yaml")
+    with project(tmp_path, {"shop": given["attributes"]}, component=given["type"]) as definitions:
+        assert definitions.resolve_job_def("shop_sync").run_tags == {"pgwal/slot": "shop.shop"}
+    component = pgwal_pipeline.PostgresCdcComponent(**given["attributes"])
+    told = tables(read("docs/python.md"))[1].rows
+    assert [names(row[0])[0] for row in told] == list(vars(component))
