@@ -1,4 +1,4 @@
-"""Uses of psycopg2 beyond what it documents, as observed in psycopg2 2.9.13."""
+"""What the pipeline needs of psycopg2 beyond what it documents. Seen in 2.9.13; `test_driver` fails if it is gone."""
 
 from psycopg2.extras import ReplicationCursor
 

@@ -1,4 +1,4 @@
-"""The private parts of PySpark that the pipeline uses. Seen in 4.2.0; `test_spark_internals` fails if one is gone."""
+"""The private parts of PySpark that the pipeline uses. Seen in 4.2.0; `test_internals` fails if one is gone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

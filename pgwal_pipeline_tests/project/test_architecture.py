@@ -16,7 +16,7 @@ PRIVATE = re.compile(
     r"""(?m)^from[ ](?!pgwal)\w+(?:\.\w+)*\._  # a private module of a library
     |noqa:[ ]SLF001(?![ ]-[ ]this[ ]module's[ ]own)  # a private attribute
     |^[ ]+instance\.\w+[ ]=  # something of Dagster's instance that is replaced
-    |seen[ ]in[ ]\w+[ ]\d  # a module that keeps what a library does beyond its documentation""",
+    |Seen[ ]in[ ]\d  # a module that keeps what a library does beyond its documentation""",
     re.VERBOSE,
 )
 
