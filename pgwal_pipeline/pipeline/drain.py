@@ -1,4 +1,4 @@
-"""The drain: everything that was committed up to one LSN goes from the slot to the lake in a single pass over the WAL."""
+"""Drain the slot: bring every transaction that was committed up to one LSN into the lake, in a single pass over the WAL."""
 
 import time
 from collections import Counter
@@ -32,37 +32,37 @@ from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline.values.xid import Snapshot
 
 _CONFIRM_TIMEOUT = 10.0  # seconds for the server to take a confirmation
-_PATIENCE = 60.0  # seconds without getting any further after which a drain gives a source up that has gone away
+_PATIENCE = 60.0  # seconds without progress after which a drain gives up a source that cannot be reached
 _PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds before the second attempt, doubled for each one after it
-_ANSWER_EVERY = 0.5  # seconds between looks at whether the server wants an answer
+_ANSWER_EVERY = 0.5  # seconds between checks whether the server wants an answer
 
 
 def bootstrap(settings: Settings, *, progress: Progress) -> Attached:
-    """Make what is missing on the source (publication, slot) and record its tables, reading nothing."""
+    """Create the publication and slot if they are missing, and record the tables in the ledger. Reads no changes and no rows."""
     with slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout), connect(settings.dsn) as conn:
         return attach(settings, conn, warn=progress.warn)
 
 
 def renew(settings: Settings, *, progress: Progress) -> None:
-    """The way on after a gap: make a lost or missing slot anew, and have every table read again."""
+    """Recover from a gap: create a lost or missing slot again, and have every table read again."""
     with slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout), connect(settings.dsn) as conn:
         bootstraps.renew(settings, conn, warn=progress.warn)
 
 
 def next_target(settings: Settings) -> int:
-    """The LSN that a drain started now should reach: the last one the source has flushed (replayed, on a standby)."""
+    """Return the LSN that a drain started now should reach: the last one that the source has flushed (on a standby: replayed)."""
     with connect(settings.dsn) as conn:
         return catalog.flush_lsn(conn)
 
 
 def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress) -> DrainReport:
-    """Bring raw up to `end_lsn`, by default the source's flush position now, and confirm the slot to there.
+    """Bring raw up to `end_lsn`, by default the source's flush position now, and confirm the slot up to there.
 
-    Every transaction with a commit LSN below the last window's end is in raw afterwards, once, and no other. What a crash left half done is
-    completed first, so that the last window may end past `end_lsn`. A backlog longer than PGWAL_CATCHUP_THRESHOLD is read as several
-    windows side by side. A connection that breaks is made again, for a minute at most without any progress.
+    Afterwards raw holds every transaction with a commit LSN below the last window's end exactly once, and no other. Work that a crash left
+    unfinished is completed first, so the last window may end past `end_lsn`. A backlog longer than PGWAL_CATCHUP_THRESHOLD is read as
+    several windows side by side. A broken connection is made again, until there has been no progress for a minute.
 
-    Raises SlotBusy when another drain holds the slot for longer than PGWAL_BUSY_TIMEOUT, and what keeps the drain from its end.
+    Raises SlotBusy if another drain holds the slot for longer than PGWAL_BUSY_TIMEOUT, and any error that keeps the drain from its end.
     """
     noted, patience, done = Noted(progress), _Patience(), _Done()
     target: _Target | None = None
@@ -81,7 +81,7 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
         try:
             return attempt()
         except SourceUnavailable as error:
-            pause = patience.pause(error) if target is not None else None  # a source that was never reached is not waited for
+            pause = patience.pause(error) if target is not None else None  # do not wait for a source that was never reached
             if pause is None:
                 raise
             noted.warn(f"{error} {_kept(error)} The drain goes on from there in {pause:g} s.")
@@ -89,7 +89,7 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
 
 
 def _kept(error: SourceUnavailable) -> str:
-    """Say what came whole before the connection broke, and is not read again."""
+    """Return a sentence about the transactions that came whole before the connection broke and are not read again."""
     came: list[Window | WindowRead] = []
     if isinstance(error, StreamBroke):
         came = [*error.counted, *([] if error.kept is None else [error.kept])]
@@ -104,7 +104,7 @@ def _kept(error: SourceUnavailable) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What a drain is to reach: `end_lsn`, and `ended`, what `pg_current_snapshot()` said when it was chosen.
+    """The target of a drain: `end_lsn`, and `ended`, the `pg_current_snapshot()` of when it was chosen.
 
     `began` is the lake's frontier at that moment, `lag` the slot's lag in bytes.
     """
@@ -116,7 +116,7 @@ class _Target:
 
 
 def _choose_target(ctx: DrainContext, frontier: int, end_lsn: int | None) -> _Target:
-    """Choose the end; the snapshot is taken after it, so that it has every transaction that committed before."""
+    """Choose the target. The snapshot is taken after the end LSN, so it sees every transaction that committed before that LSN."""
     end = catalog.flush_lsn(ctx.conn)
     end = end if end_lsn is None else end_lsn
     ended = catalog.running_transactions(ctx.conn)
@@ -125,20 +125,20 @@ def _choose_target(ctx: DrainContext, frontier: int, end_lsn: int | None) -> _Ta
 
 @dataclass
 class _Done:
-    """What a drain has done so far, over all of its connections: the windows by key, and the seconds by stage."""
+    """What a drain has done so far, over all of its connections: window reports by key, and seconds by stage."""
 
     reports: dict[str, WindowReport] = field(default_factory=dict)
     seconds: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: WindowReport, seconds: Mapping[str, float]) -> None:
-        """Take in a window; one that is known already counts once."""
+        """Add a window, unless it has been added already."""
         if report.key not in self.reports:
             self.reports[report.key] = report
             self.seconds.update(seconds)
 
 
 class _Patience:
-    """Says how long to wait before a broken connection is made again, and when to give up."""
+    """Decides how long to wait before a broken connection is made again, and when to give up."""
 
     def __init__(self) -> None:
         self._frontier = -1
@@ -146,12 +146,12 @@ class _Patience:
         self._failures = 0
 
     def reached(self, frontier: int) -> None:
-        """Begin anew where the lake has got further."""
+        """Reset the count of failures if the lake's frontier has moved."""
         if frontier > self._frontier:
             self._frontier, self._failures = frontier, 0
 
     def pause(self, error: SourceUnavailable) -> float | None:
-        """Seconds before the next attempt; None where nothing has come for so long that it is time to give up."""
+        """Return the seconds to wait before the next attempt; None to give up, since there has been no progress for too long."""
         now = time.monotonic()
         if not self._failures or (isinstance(error, StreamBroke) and (error.kept is not None or error.counted)):
             self._since, self._failures = now, 0
@@ -163,7 +163,7 @@ class _Patience:
 
 @contextmanager
 def _attached(settings: Settings, noted: Noted, *, again: bool) -> Iterator[tuple[DrainContext, Attached]]:
-    """Hold the slot's lock and a connection, source and lake being found to belong together; `again` if they were a moment ago."""
+    """Hold the slot's lock and a connection, once source and lake are found to belong together; with `again` they just were."""
     with slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout), connect(settings.dsn) as conn:
         attached = attach(settings, conn, warn=noted.warn, proven=again)
         for table, reason in sorted(attached.skipped.items()):
@@ -172,7 +172,7 @@ def _attached(settings: Settings, noted: Noted, *, again: bool) -> Iterator[tupl
 
 
 def _drain(ctx: DrainContext, attached: Attached, frontier: int, target: _Target, done: _Done) -> int:
-    """Drain to the target on one connection; what has been done is in `done`, however this ends. The slot's lag afterwards, in bytes."""
+    """Drain to the target on one connection and return the slot's lag afterwards, in bytes. `done` has what was done, also on an error."""
     for window in (*attached.recovered, *_recovered(ctx, attached)):
         done.add(window_report(window), window.seconds)
     frontier = max(frontier, ctx.ledger.frontier() or 0)
@@ -183,7 +183,7 @@ def _drain(ctx: DrainContext, attached: Attached, frontier: int, target: _Target
         note_gap(ctx.ledger, loss)
         raise
     for window in ctx.ledger.windows(target.began):
-        # One that was counted, but whose connection broke before its slot was confirmed.
+        # A window may be complete though its connection broke before the slot was confirmed.
         if window.start_lsn < window.end_lsn:
             done.add(window_report(window), window.seconds)
     state = slot_state.existing(ctx.conn, ctx.settings.slot)
@@ -216,7 +216,7 @@ def _report_of(attached: Attached, done: _Done, lags: tuple[int, int], warnings:
 
 
 def _recovered(ctx: DrainContext, attached: Attached) -> tuple[Window, ...]:
-    """Complete what a drain before has prepared. Where files of that are gone it is read again, for the slot has not passed it yet."""
+    """Complete the windows that an earlier drain prepared. If files are gone that the slot has not passed, plan to read them again."""
     try:
         return recover(ctx.ledger, ctx.warn)
     except FileGone as gone:
@@ -233,9 +233,9 @@ def _recovered(ctx: DrainContext, attached: Attached) -> tuple[Window, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """WAL to be read from `start_lsn` to `end_lsn`: in the windows of `plan` side by side, or on one stream where that is None.
+    """WAL to be read from `start_lsn` to `end_lsn`: in the windows of `plan` side by side, or on one stream if that is None.
 
-    An empty one only confirms the slot. `ended` is as `review` has it.
+    For an empty stretch the slot is only confirmed. `ended` is the text of the snapshot that `review` takes.
     """
 
     start_lsn: int
@@ -245,7 +245,7 @@ class _Stretch:
 
 
 def _stretches(ctx: DrainContext, attached: Attached, frontier: int, target: _Target) -> list[_Stretch]:
-    """Plan the way from the frontier to the target: the rest of a backlog that a crash cut off first, then what came after it."""
+    """Return the stretches from frontier to target: first the rest of a catch-up that a crash interrupted, then the WAL after it."""
     stretches: list[_Stretch] = []
     left_over = ctx.ledger.plan()
     if left_over is not None:
@@ -260,7 +260,7 @@ def _stretches(ctx: DrainContext, attached: Attached, frontier: int, target: _Ta
 
 
 def _carry_out(ctx: DrainContext, attached: Attached, stretches: Sequence[_Stretch], done: _Done) -> None:
-    """Read the stretches one after another; each is counted and the slot confirmed before the next one begins."""
+    """Read the stretches one after another; each is committed and the slot confirmed before the next one begins."""
     entries: Mapping[TableName, CatalogEntry] = attached.tables
     for stretch in stretches:
         caught_up = None if stretch.plan is None else _side_by_side(ctx, stretch.plan, entries, done)
@@ -273,13 +273,13 @@ def _carry_out(ctx: DrainContext, attached: Attached, stretches: Sequence[_Stret
 def _side_by_side(
     ctx: DrainContext, plan: Plan, entries: Mapping[TableName, CatalogEntry], done: _Done
 ) -> dict[TableName, CatalogEntry] | None:
-    """Carry out a catch-up; the looks at the tables after it, None where the plan was given up and one reader is to do it all."""
+    """Carry out a catch-up and return the catalog entries after it; None if the plan was given up and one reader is to do it all."""
     started = time.perf_counter()
     found = catch_up.carry_out(ctx, plan, entries)
     if found is None:
         return None
     windows, after = found
-    # They ran side by side: the time that passed counts once, and what it was spent on as in the one that took longest.
+    # They ran side by side: elapsed time counts once, and each stage takes as long as in the window where it took longest.
     passed = time.perf_counter() - started
     longest = {stage: min(passed, max(window.seconds.get(stage, 0.0) for window in windows)) for stage in ("decode", "write")}
     for number, window in enumerate(windows):
@@ -288,7 +288,7 @@ def _side_by_side(
 
 
 def _on_one_stream(ctx: DrainContext, stretch: _Stretch, entries: Mapping[TableName, CatalogEntry], done: _Done) -> None:
-    """Read a stretch on one stream, window by window, and confirm the slot to its end."""
+    """Read a stretch on one stream, window by window, and confirm the slot up to its end."""
     started = time.perf_counter()
     with open_stream(ctx, stretch.start_lsn) as stream:
         counted = _drain_windows(ctx, entries, stretch, stream) if stretch.end_lsn > stretch.start_lsn else []
@@ -312,7 +312,7 @@ def _on_one_stream(ctx: DrainContext, stretch: _Stretch, entries: Mapping[TableN
 def _drain_windows(
     ctx: DrainContext, entries: Mapping[TableName, CatalogEntry], stretch: _Stretch, stream: ReplicationStream
 ) -> list[Window]:
-    """Read a stretch and count what was read, window by window; confirms all but the last of them."""
+    """Read a stretch and commit it window by window; returns the windows. The slot is confirmed for all but the last of them."""
     with Committer(ctx, entries) as committer:
 
         def between() -> None:
@@ -344,7 +344,7 @@ def _drain_windows(
 
 
 def _keep(ctx: DrainContext, broke: StreamBroke, ended: str) -> None:
-    """Have what came whole before the stream broke counted by the next attempt, or the next drain: as a plan that has been read already."""
+    """Record what came whole before the stream broke as a plan that has been read; the next attempt or the next drain commits it."""
     if broke.kept is not None:
         failpoints.hit("drain.before_keeping")
         ctx.ledger.record_plan(Plan(broke.kept.start_lsn, (broke.kept.end_lsn,), ended))
@@ -352,7 +352,7 @@ def _keep(ctx: DrainContext, broke: StreamBroke, ended: str) -> None:
 
 
 def _await_confirmation(conn: Connection, name: str, lsn: int) -> None:
-    """Wait until the server has taken the confirmation; it is read back rather than trusted."""
+    """Wait until the slot's confirmed LSN, read back from the server, has reached `lsn`."""
     deadline = time.monotonic() + _CONFIRM_TIMEOUT
     while True:
         state = slot.inspect(conn, name)
@@ -379,7 +379,7 @@ def _report(window: Window, seconds: float) -> WindowReport:
             truncates=write.truncates,
             key_changes=write.key_changes,
         )
-        # Two tables may have had one name by then.
+        # Two tables may have had the same name within the window.
         table = TableName.parse(write.table)
         tables[table] = tables.get(table, TableCounts()) + counts
     return WindowReport(
@@ -395,5 +395,5 @@ def _report(window: Window, seconds: float) -> WindowReport:
 
 
 def window_report(window: Window) -> WindowReport:
-    """A window as the ledger has it, for a run that finds its work already done."""
+    """Return the report of a window as the ledger has it, for a run that finds its work already done."""
     return _report(window, window.seconds.get("drain", 0.0))

@@ -1,8 +1,8 @@
-"""Windows: the WAL from one LSN to another, read once on one slot and written to Parquet files that nothing names yet.
+"""Read windows: the WAL from one LSN to another, read once on one slot and written to Parquet files that no commit names yet.
 
-The reader stays on the thread that owns the connection, so that the server always gets its answers; decoding and writing go on beside
-it, and a bounded queue between the two keeps memory within the budget whatever the size of a transaction. A long stretch of WAL becomes
-several windows on one stream: each is handed over as soon as it is whole, while the next one is read.
+The thread that owns the connection only reads, so that the server always gets its answers. A second thread decodes and writes. A bounded
+queue between the two keeps memory within the budget, whatever the size of a transaction. A long stretch of WAL becomes several windows on
+one stream: each is handed over as soon as it is whole, while the next one is read.
 """
 
 import queue
@@ -33,15 +33,15 @@ from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
 from pgwal_pipeline.values.lsn import window_key
 from pgwal_pipeline.values.relation import Relation
 
-_IDLE = 0.25  # seconds the reader waits for the server before it looks round
+_IDLE = 0.25  # seconds that the reader waits for the server before it does its other work
 
 Describe = Callable[[RelationMessage], Relation | None]
 
 
 class StreamBroke(SourceUnavailable):
-    """The stream ended in the middle of a window. `kept` is what had come whole by then, a window too; None if nothing had.
+    """The stream ended in the middle of a window. `kept` is what had come whole by then, as a shorter window; None if nothing had.
 
-    `counted` are the windows before it that the same stream brought, which count.
+    `counted` are the windows before it on the same stream that are complete in the ledger.
     """
 
     def __init__(self, error: PgwalError, kept: WindowRead | None, counted: Sequence[Window] = ()) -> None:
@@ -54,7 +54,7 @@ class StreamBroke(SourceUnavailable):
 class WindowLimits:
     """How a long stretch of WAL is cut into windows: after about `size` bytes of WAL, or `seconds` of reading, at a transaction's end.
 
-    `take` gets each window but the last, in their order, on a thread of its own; it may wait, and what it raises ends the reading.
+    `take` gets each window but the last, in order, on the thread that decodes; it may wait, and an error that it raises ends the reading.
     `between` is called on the reader's thread now and then.
     """
 
@@ -66,9 +66,9 @@ class WindowLimits:
 
 @dataclass(frozen=True)
 class _Feed:
-    """Messages in the order they came, and how far the server said it had read when the last of them was taken.
+    """Messages in the order they came, and the LSN up to which the server had read when the last of them was taken.
 
-    `heads` are those of which only the head was kept, by their index: the bytes that each had.
+    `heads` has the full size in bytes of each message of which only the head was kept, by its index.
     """
 
     messages: Messages
@@ -78,7 +78,7 @@ class _Feed:
 
 
 class _StreamEnd:
-    """Stands behind the last feed of a stream that broke."""
+    """Marks in the queue of feeds that the stream broke after the feed before it."""
 
 
 class _Open:
@@ -93,7 +93,7 @@ class _Open:
 
 
 class _Consumer(threading.Thread):
-    """Decodes and writes what the reader hands over, until the last window's end has been passed or something fails."""
+    """Decodes and writes what the reader hands over, until the last window's end has been passed or an error occurs."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class _Consumer(threading.Thread):
         self._room = threading.Condition()
 
     def has_room(self, timeout: float) -> bool:
-        """Whether another feed may be handed over; waits up to `timeout` seconds for it."""
+        """Return whether another feed may be handed over, waiting up to `timeout` seconds for room."""
         with self._room:
             return self._room.wait_for(lambda: self._held < self._budget // 4 or self.finished.is_set(), timeout)
 
@@ -137,20 +137,20 @@ class _Consumer(threading.Thread):
         self._feeds.put(feed)
 
     def stop(self) -> None:
-        """Give up what is not consumed yet."""
+        """Stop before the feeds that are not consumed yet."""
         self._feeds.put(None)
 
     def cut_short(self) -> None:
-        """End the window behind the last transaction that came whole, when all that was handed over has been consumed."""
+        """End the window after the last transaction that came whole, once every feed handed over has been consumed."""
         self._feeds.put(_StreamEnd())
 
     @property
     def passed_end(self) -> bool:
-        """Whether the last window has been seen whole."""
+        """Whether the last window has been read whole."""
         return self.last is not None and self.last.end_lsn == self._end_lsn
 
     def abandon(self) -> None:
-        """Take the files of the window that is being read away."""
+        """Remove the files of the window that is being read."""
         self._open.writer.abandon()
 
     def run(self) -> None:
@@ -173,7 +173,7 @@ class _Consumer(threading.Thread):
                 self._room.notify_all()
 
     def _consume(self, feed: _Feed) -> bool:
-        """Take one feed, which may pass the ends of several windows; true once the last of them has been seen whole."""
+        """Decode one feed, which may pass the ends of several windows; return true once the last window has been read whole."""
         self._position = max(self._position, feed.server_position)
         self._open.tally.bytes += feed.size
         messages = feed.messages
@@ -193,7 +193,7 @@ class _Consumer(threading.Thread):
             self._begin_next(checkpoint if passed else None)
 
     def _take_in(self, messages: Messages, heads: Mapping[int, int]) -> bool:
-        """Decode messages and hand their rows to the writer; true if they pass the window's end."""
+        """Decode messages and hand their rows to the writer; return whether they pass the window's end."""
         self._mind_the_time()
         with self._open.tally.timed("decode"):
             decoded = self._decoded(messages, heads)
@@ -208,13 +208,13 @@ class _Consumer(threading.Thread):
         return decoded.passed_end
 
     def _mind_the_time(self) -> None:
-        """End the window with the transaction that is open, or was last, once it has been read for long enough."""
+        """End the window with the open (or else the last) transaction, once the window has been read for long enough."""
         due = self._portions is not None and time.perf_counter() - self._open.since >= self._portions.seconds
         if due and self._decoder.last_commit_lsn >= self._open.start_lsn:
             self._open.end_lsn = self._decoder.end_after_this_transaction()
 
     def _reach_further(self) -> None:
-        """Stretch a window without a change to where the server has come: much WAL that is not ours makes no row of empty windows."""
+        """Extend a window without changes to where the server is, so that WAL without our changes does not become many empty windows."""
         if not self._open.tally.transactions:
             self._open.end_lsn = min(max(self._open.end_lsn, self._position), self._end_lsn)
             self._decoder.next_window(self._open.end_lsn)
@@ -224,14 +224,14 @@ class _Consumer(threading.Thread):
         self._decoder.next_window(self._open.end_lsn, checkpoint)
 
     def _window(self, start_lsn: int) -> _Open:
-        """A window from `start_lsn` on; a rest that is not worth a window of its own belongs to it."""
+        """Return a new window from `start_lsn` on; it takes in the rest of the WAL if that is too short for a window of its own."""
         end = self._end_lsn
         if self._portions is not None and end - start_lsn > 1.5 * self._portions.size:
             end = start_lsn + self._portions.size
         return _Open(start_lsn, end, WindowWriter(self._lake, self._budget // 2, window_key(end), self._expected, self._places))
 
     def _decoded(self, messages: Messages, heads: Mapping[int, int]) -> Decoded:
-        """Decode messages, without the tables whose own fault it is that this fails."""
+        """Decode messages, leaving out tables whose own fault makes that fail."""
         while True:
             try:
                 return self._decoder.feed(messages.payloads, messages.positions, heads)
@@ -244,7 +244,7 @@ class _Consumer(threading.Thread):
                 self._refuse(failed.oid, table_error(failed.__cause__, failed.table, failed.stage, failed.oid))
 
     def _set_aside(self, error: DecodeError) -> None:
-        """Keep a message that cannot be decoded, and leave its table out; raises where it belongs to no table."""
+        """Keep a message that cannot be decoded, and leave its table out; raises DecodeError if it belongs to no table."""
         path = undecodable.keep(self._lake, error.lsn, error.payload)
         if not error.oid or error.oid in self._left_out:
             raise DecodeError(
@@ -255,7 +255,7 @@ class _Consumer(threading.Thread):
         self._refuse(error.oid, TableError(str(error.oid), f"{error} The whole message is in {path}: report it.", error.oid, "decode"))
 
     def _refuse(self, oid: int, error: TableError) -> None:
-        """Leave a table out of this window and those after it."""
+        """Leave a table out of this window and the windows after it."""
         relation = self._decoder.relation(oid)
         known = self._places.by_oid.get(oid)
         self._leave_out([oid])
@@ -271,7 +271,7 @@ class _Consumer(threading.Thread):
                 self._decoder.leave_out(oid)
 
     def _cut(self) -> None:
-        """End the window that is open behind the last transaction that came whole, if one did."""
+        """End the open window after the last transaction that came whole, if there is one."""
         end = self._last_commit_end
         if end > self._open.start_lsn:
             with self._open.tally.timed("write"):
@@ -280,7 +280,7 @@ class _Consumer(threading.Thread):
             self.last = self._finished()
 
     def _finished(self) -> WindowRead:
-        """What was read of the window that is open; its files are on disk then."""
+        """Write the open window's files to disk and return what was read of it."""
         window = self._open
         with window.tally.timed("write"):
             writes = window.writer.finish()
@@ -309,23 +309,23 @@ def read_window(
     expected: Mapping[str, Schema] | None = None,
     portions: WindowLimits | None = None,
 ) -> WindowRead:
-    """Read every transaction with `start_lsn <= commit LSN < end_lsn` from `stream` into Parquet files in the lake; the last window of it.
+    """Read every transaction with `start_lsn <= commit LSN < end_lsn` from `stream` into Parquet files in the lake.
 
-    Without `portions` that is the only one. Ends when the server has read past `end_lsn`; its silence never counts as that, for a walsender
-    is silent while it decodes a large transaction that is not ours. At most `memory_budget` bytes of changes are held, undecoded and
-    unwritten together. Nothing is committed and nothing confirmed here. A table that by its own fault cannot be decoded or written is left
-    out from there on, and named in `facts.refused`; so is one with a row of more than `largest_row` bytes.
-    `stage` is what `progress` calls it, `locations` and `expected` are as `WindowWriter` has them.
+    Returns the last window; without `portions` there is only one. Ends when the server has read past `end_lsn`. Silence does not show that:
+    a walsender is silent while it decodes a large transaction that is not ours. At most `memory_budget` bytes of changes are held, whether
+    undecoded or unwritten. Nothing is committed or confirmed here. A table that cannot be decoded or written by its own fault, or has a row
+    of more than `largest_row` bytes, is left out from there on and named in `facts.refused`.
+    `stage` is the name shown by `progress`; `locations` and `expected` are as for `WindowWriter`.
 
-    Raises StreamBroke, which has what came whole, where the connection breaks, or something came whole before a change that the source
-    cannot send; ChangeNotSent where nothing did; and what decoding, writing or `portions` raise.
+    Raises StreamBroke, with what came whole, if the connection breaks, or if the source cannot send a change but transactions came whole
+    before it; ChangeNotSent if none did; and any error of decoding, of writing and of `portions`.
     """
     feed_bytes = max(64 << 10, min(4 << 20, memory_budget // 16))
 
     def wanted(message: RelationMessage) -> Relation | None:
         relation = None if message.oid in locations.left_out else describe(message)
         if relation is not None:
-            check_columns(relation)  # before its rows stand beside our columns, which are found there by their names
+            check_columns(relation)  # its columns must not have the names of our own columns
         return relation
 
     decoder = Decoder(wanted, start_lsn, start_lsn, largest_row=largest_row)
@@ -360,9 +360,9 @@ def read_window(
 
 
 def _pump(stream: ReplicationStream, consumer: _Consumer, limits: tuple[int, int], held: HeldBack, between: Callable[[int], None]) -> None:
-    """Hand over what the stream brings until the consumer has seen the window's end; `between` is told how far the server has read.
+    """Hand the stream's messages to the consumer until it is finished; `between` gets the LSN up to which the server has read.
 
-    `limits` are the bytes that are handed over at once, about, and those that one row may have.
+    `limits` are the bytes to hand over at once, about, and the bytes that one row may have.
     """
     feed_bytes, largest_row = limits
     reported = -1
