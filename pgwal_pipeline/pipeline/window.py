@@ -325,7 +325,7 @@ def read_window(
     def wanted(message: RelationMessage) -> Relation | None:
         relation = None if message.oid in locations.left_out else describe(message)
         if relation is not None:
-            check_columns(relation)  # its columns must not have the names of our own columns
+            check_columns(relation)  # before its rows are put beside our columns, which are found there by name
         return relation
 
     decoder = Decoder(wanted, start_lsn, start_lsn, largest_row=largest_row)
