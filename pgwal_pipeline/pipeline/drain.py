@@ -70,6 +70,8 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
     def attempt() -> DrainReport:
         nonlocal target
         with _attached(settings, noted, again=target is not None) as (ctx, attached):
+            for window in (*attached.recovered, *_recovered(ctx, attached)):
+                done.add(window_report(window), window.seconds)
             frontier = ctx.ledger.frontier()
             assert frontier is not None
             target = target or _choose_target(ctx, frontier, end_lsn)
@@ -117,8 +119,7 @@ class _Target:
 
 def _choose_target(ctx: DrainContext, frontier: int, end_lsn: int | None) -> _Target:
     """Choose the target. The snapshot is taken after the end LSN, so it sees every transaction that committed before that LSN."""
-    end = catalog.flush_lsn(ctx.conn)
-    end = end if end_lsn is None else end_lsn
+    end = catalog.flush_lsn(ctx.conn) if end_lsn is None else end_lsn
     ended = catalog.running_transactions(ctx.conn)
     return _Target(end, ended, frontier, slot.lag(ctx.conn, ctx.settings.slot))
 
@@ -173,9 +174,6 @@ def _attached(settings: Settings, noted: Noted, *, again: bool) -> Iterator[tupl
 
 def _drain(ctx: DrainContext, attached: Attached, frontier: int, target: _Target, done: _Done) -> int:
     """Drain to the target on one connection and return the slot's lag afterwards, in bytes. `done` has what was done, also on an error."""
-    for window in (*attached.recovered, *_recovered(ctx, attached)):
-        done.add(window_report(window), window.seconds)
-    frontier = max(frontier, ctx.ledger.frontier() or 0)
     flushed, started = catalog.flush_lsn(ctx.conn), time.perf_counter()
     try:
         _carry_out(ctx, attached, _stretches(ctx, attached, frontier, target), done)

@@ -375,11 +375,12 @@ def _pump(stream: ReplicationStream, consumer: _Consumer, limits: tuple[int, int
         failpoints.hit("drain.read")
         if messages or stream.server_position != reported:
             reported = stream.server_position
-            heads: Mapping[int, int] = {}
-            if messages.size > largest_row:
+            size, heads = messages.size, dict[int, int]()
+            if size > largest_row:
                 payloads, heads = heads_of_large(messages.payloads, largest_row)
                 messages = Messages(payloads, messages.positions)
-            consumer.hand_over(_Feed(messages, messages.size, reported, heads))
+                size = messages.size
+            consumer.hand_over(_Feed(messages, size, reported, heads))
             held.moved()
         else:
             stream.request_reply()
