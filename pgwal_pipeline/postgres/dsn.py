@@ -84,20 +84,19 @@ def replication_connection(dsn: str, *, application: str = "pgwal", **overrides:
     Raises as `connect` does, and SourceRefused if the role may not replicate or all walsenders are taken.
     """
     conn = _pinned(_opened(ReplicationConnection, _parameters(dsn, application, overrides)))
-    try:
-        if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
-            conn.execute(BYTES_AS_THEY_ARE)
-    except BaseException as error:
-        conn.close()
-        if isinstance(error, psycopg2.Error):
-            raise translate(error) from error
-        raise
+    if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
+        return _set(conn, BYTES_AS_THEY_ARE)
     return conn
 
 
 def _pinned(conn: _Session) -> _Session:
+    return _set(conn, pinned_settings(conn.info.server_version))
+
+
+def _set(conn: _Session, settings: str | bytes) -> _Session:
+    """Set a new session's settings; it is closed if that fails."""
     try:
-        conn.execute(pinned_settings(conn.info.server_version))
+        conn.execute(settings)
     except BaseException as error:
         conn.close()
         if isinstance(error, psycopg2.Error):
