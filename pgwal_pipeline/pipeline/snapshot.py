@@ -30,10 +30,15 @@ from pgwal_pipeline.messages.amounts import size
 from pgwal_pipeline.messages.errors import BlockedByTransaction, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.messages.progress import Noted, Progress
 from pgwal_pipeline.pipeline.drain import bootstrap
+from pgwal_pipeline.pipeline.reading_states import altered as _altered
+from pgwal_pipeline.pipeline.reading_states import begun as _begun
+from pgwal_pipeline.pipeline.reading_states import first_of
+from pgwal_pipeline.pipeline.reading_states import whole as _whole
 from pgwal_pipeline.pipeline.reports import SnapshotReport, SnapshotsReport
 from pgwal_pipeline.pipeline.slot_watch import SlotWatch
+from pgwal_pipeline.pipeline.small_tables import SmallTable, SmallTables, begun_state, most_bytes
 from pgwal_pipeline.pipeline.table_review import next_xid
-from pgwal_pipeline.pipeline.table_rows import TableRows
+from pgwal_pipeline.pipeline.table_rows import Range, TableRows
 from pgwal_pipeline.postgres import catalog, copy, slot
 from pgwal_pipeline.postgres.catalog import PublishedTable
 from pgwal_pipeline.postgres.connection import Connection
@@ -45,6 +50,7 @@ _PENDING = ("pending", "snapshotting")
 _REREADS = 3  # of a table in error by itself, where PGWAL_ON_TABLE_ERROR asks for it
 _LOOK_EVERY = 0.5  # seconds between looks at what the workers have read
 _ATTEMPTS = 4  # at a chunk whose connection breaks
+_GROUP_TABLES = 100  # small ones, that are begun and recorded together
 _PAUSE = 1.0  # seconds before the second attempt, doubled for each one after it
 
 
@@ -126,6 +132,18 @@ def snapshot(
         waiting = time.monotonic() + patience
         reports: list[SnapshotReport] = []
         waits: dict[TableName, str] = {}
+        small, todo = _small(settings, conn, todo)
+        for first in range(0, len(small), _GROUP_TABLES):
+            planned_group = small[first : first + _GROUP_TABLES]
+            group = _group(settings, conn, ledger, planned_group, anew=tables is not None)
+            reports += SmallTables(settings, conn, ledger, group, noted, watch).run() if group else []
+            alone = {table.seen.location for table in group if not table.busy}
+            # Those that are locked come last.
+            todo += [state for state in planned_group if state.location not in alone]
+            for table in group:
+                if table.error is not None:
+                    noted.warn(str(table.error))
+                    _note(ledger, table.state, table.error)
         for planned in sorted(todo, key=lambda state: state.joined_xid or 0):
             state = planned
             try:
@@ -156,6 +174,42 @@ def snapshot(
         if reports:
             slot.force_flush(conn)
     return SnapshotsReport(tuple(reports), tuple(noted.warnings), waits)
+
+
+def _small(settings: Settings, conn: Connection, todo: list[TableState]) -> tuple[list[TableState], list[TableState]]:
+    """Part the tables into those that seem small and the others."""
+    oids = copy.seem_small(conn, [state.oid for state in todo], most_bytes(settings)) if len(todo) > 1 else ()
+    return [state for state in todo if state.oid in oids], [state for state in todo if state.oid not in oids]
+
+
+def _group(settings: Settings, conn: Connection, ledger: Ledger, planned: list[TableState], *, anew: bool) -> list[SmallTable]:
+    """Those of `planned` that can be read together: they wait for nobody, their columns can be kept, and none of their chunks is read."""
+    states = first_of(ledger.tables().values())
+    passed: dict[int, bool] = {0: True}
+    found = [known for state in planned if (known := states.get(state.location)) is not None and known.followed]
+    for known in found:
+        xid = known.joined_xid or 0
+        if xid not in passed:
+            try:
+                copy.wait_for_transactions(conn, xid, 0.0, lambda _: None)
+                passed[xid] = True
+            except BlockedByTransaction:
+                passed[xid] = False
+    published = {table.relation.oid: table for table in catalog.published_tables(conn, settings.publication)}
+    group = []
+    for known in found:
+        table = published.get(known.oid)
+        if table is None or not passed[known.joined_xid or 0]:
+            continue
+        if not anew and known.reading is not None and ledger.chunks(known.location, known.reading):
+            continue
+        try:
+            with table_work(ledger.lake, known.table, "describe", oid=known.oid):
+                check_columns(table.relation)
+        except TableError:
+            continue  # it is met again where the table is read by itself
+        group.append(SmallTable(known, table))
+    return group
 
 
 def _rejoin(ledger: Ledger, conn: Connection, locations: Collection[TableName], *, by_itself: bool) -> None:
@@ -252,9 +306,7 @@ class _TableRead:
                 missing = iter([chunk for chunk in known if chunk.attempt is None])
                 self._planning.set_result(None)
             else:
-                # While one in error is read again, it is in no publish: what it missed until then is in its new rows alone.
-                visible = "ready" if state.published is not None and state.state != "error" else "snapshotting"
-                state = replace(state, state=visible, reason=None, reading=uuid.uuid4().hex, joined_xid=None)
+                state = begun_state(self.state, self.published)
                 missing = self._planned(state)
             assert state.reading is not None
             self._amend(state, lambda known: None if _altered(known, self.state) else _begun(known, state))
@@ -346,53 +398,22 @@ class _TableRead:
     def _attempt(self, chunk: Chunk, writer: SnapshotWriter, exported: str | None) -> Chunk:
         """Read and record one range; rows of an attempt that is not recorded count for nothing."""
         attempt = uuid.uuid4().hex
-        rows = TableRows(
-            self.settings.dsn,
-            self.published.relation,
-            copy.ChunkBounds(chunk.lower, chunk.upper),
-            row_filter=self.published.row_filter,
-            exported_snapshot=exported,
-            largest_row=self.settings.largest_row,
-        )
-        written = writer.write(attempt, self._counted(chunk.chunk, rows))
+        whole = Range(self.published.relation, copy.ChunkBounds(chunk.lower, chunk.upper), self.published.row_filter)
+        with TableRows(self.settings.dsn, [whole], exported, self.settings.largest_row) as rows:
+            written = writer.write(attempt, self._counted(chunk.chunk, rows.pieces(0)))
         failpoints.hit("snapshot.before_chunk_record")
         self._planning.result()
-        read = rows.read
-        assert read is not None
+        read = rows.reads[0]
         finished = replace(chunk, attempt=attempt, rows=written.rows, bytes=read.bytes, snapshot=read.snapshot, insert_lsn=read.insert_lsn)
         self.ledger.record_chunks([finished])
         self._bytes[chunk.chunk] = read.bytes
         give_back()
         return finished
 
-    def _counted(self, number: int, rows: TableRows) -> Iterator[pa.Table]:
+    def _counted(self, number: int, rows: Iterator[pa.Table]) -> Iterator[pa.Table]:
         self._rows[number] = self._bytes[number] = 0
         for piece in rows:
             self._rows[number] += piece.num_rows
             self._bytes[number] += piece.nbytes
             yield piece
         failpoints.hit("snapshot.between_read_and_write")
-
-
-def _altered(known: TableState, seen: TableState) -> bool:
-    """Whether a drain beside has found something about a table since it was looked up for a reading."""
-    return (known.oid, known.state, known.reason, known.storage) != (seen.oid, seen.state, seen.reason, seen.storage)
-
-
-def _begun(known: TableState, state: TableState) -> TableState:
-    """The table's state from when its reading has begun; what the stream has said of it meanwhile stays."""
-    return replace(
-        known,
-        state=state.state,
-        reason=state.reason,
-        reading=state.reading,
-        joined_xid=state.joined_xid,
-        relation=state.relation,
-        key=state.key,
-    )
-
-
-def _whole(known: TableState, state: TableState, required_lsn: int) -> TableState:
-    """The table's state once every chunk is there; what the stream has said of its columns meanwhile stays."""
-    whole = replace(known.mended(), state="ready", reading=None, joined_xid=None)
-    return replace(whole, generation=state.reading, required_lsn=required_lsn)

@@ -1,4 +1,4 @@
-"""Read a table's rows in ranges of its key, each in a short transaction of its own whose snapshot is recorded.
+"""Read a table's rows in ranges of its key, each in a short transaction of its own whose snapshot is recorded. Small tables share one.
 
 A table without a key is read in ranges of blocks, all under one exported snapshot.
 
@@ -6,10 +6,11 @@ Values leave Postgres as the text that their types' output functions write. The 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import psycopg2
 from psycopg2 import errors
@@ -24,11 +25,13 @@ from pgwal_pipeline.values.relation import PgType, Relation, quote_ident
 __all__ = [
     "ChunkBounds",
     "ChunkRead",
+    "ChunkReader",
+    "TableBusy",
     "TableChanged",
     "estimated_size",
     "exported_snapshot",
     "plan_chunks",
-    "read_chunk",
+    "seem_small",
     "wait_for_transactions",
 ]
 
@@ -38,6 +41,8 @@ _TEXTUAL = frozenset({25, 114, 1042, 1043})  # text, json, char(n), varchar: the
 # With row_security off, a read from which a policy would hide rows is an error instead of silently lacking them. The lock_timeout is there
 # because a transaction that waits for a lock holds back the source's vacuum.
 _SETTINGS = "SET row_security = off; SET jit = off; SET lock_timeout = '60s'"
+# Whoever wants to alter one of several tables waits until all of them are read.
+_SETTINGS_TOGETHER = "SET row_security = off; SET jit = off; SET lock_timeout = '1s'"
 # A bound is found by a walk along the index; with wrong statistics the planner may prefer to sort the whole table.
 _ALONG_THE_INDEX = "SET LOCAL row_security = off; SET LOCAL jit = off; SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
 
@@ -68,6 +73,10 @@ class TableChanged(TableError):
     """Raised if the table is not what it was when its columns were looked up; it must be read again from the start, as it is now."""
 
     transient = True
+
+
+class TableBusy(SourceUnavailable):
+    """Raised if a table cannot be read in one transaction with others, as another session has locked it or an index of it."""
 
 
 def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> Iterator[ChunkBounds]:
@@ -120,6 +129,19 @@ def exported_snapshot(dsn: str) -> Iterator[str | None]:
         conn.close()
 
 
+def seem_small(conn: Connection, oids: Collection[int], most_bytes: int) -> frozenset[int]:
+    """Return those of the plain tables `oids` that take at most `most_bytes` by the catalog's estimate. It waits for no lock."""
+    try:
+        rows = conn.execute(
+            """SELECT oid::int8 FROM pg_catalog.pg_class
+               WHERE oid = ANY (%s::int8[]::oid[]) AND relkind = 'r' AND relpages * current_setting('block_size')::int8 <= %s""",
+            [list(oids), most_bytes],
+        ).fetchall()
+    except psycopg2.Error as error:
+        raise translate(error, "looking up the sizes of tables") from error
+    return frozenset(row[0] for row in rows)
+
+
 def estimated_size(conn: Connection, relation: Relation) -> tuple[int, int]:
     """Return the planner's estimate of a table's rows, and its bytes on disk, partitions included.
 
@@ -136,49 +158,109 @@ def estimated_size(conn: Connection, relation: Relation) -> tuple[int, int]:
         raise _read_error(error, relation, conn) from error
 
 
-def read_chunk(
-    dsn: str,
-    relation: Relation,
-    bounds: ChunkBounds,
-    on_rows: Callable[[bytearray, list[int]], None],
-    *,
-    binary: Collection[int] = (),
-    row_filter: str | None = None,
-    exported_snapshot: str | None = None,
-    largest_row: int = 1 << 30,
-) -> ChunkRead:
-    """Read the rows of a range in a transaction of its own, and pass them to `on_rows` as blocks of messages of a COPY in binary format.
+class ChunkReader:
+    """Reads ranges of tables one after another in one transaction, so under one snapshot: of its own, or with `exported_snapshot` that one.
 
-    Each field is the text that its type's output function writes, or for the type OIDs in `binary` the bytes that its send function writes.
-    A message is a row; the first has the 19 bytes of the header before it, and the last message is the trailer. `on_rows` gets about 4 MiB
-    of messages end to end, which it may keep, and the length of each. `row_filter` is the publication's condition for this table
-    (`catalog.published_tables`): rows that are not in the stream must not be in the snapshot. `exported_snapshot` names a snapshot to read
-    under instead of a new one.
-
-    Raises TableError if rows cannot be read (no SELECT, row-level security that would hide some, a row of more than `largest_row` bytes, or
-    another error of the source about this table), TableChanged if the table differs from `relation` now, SourceUnavailable if the read
-    broke off.
+    For one thread. After an error it reads nothing more; closing it ends the transaction.
     """
-    conn = copying_connection(dsn, application="pgwal snapshot")
-    try:
-        conn.execute(_SETTINGS.encode())
-        snapshot = begin_snapshot(conn) if exported_snapshot is None else _enter_snapshot(conn, exported_snapshot)
-        statement = _copy_statement(conn, relation, bounds, binary, row_filter)
-        if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
-            conn.execute(BYTES_AS_THEY_ARE.encode())
-        rows, size = _copy_out(conn, statement, on_rows, largest_row, relation)
-        # The LSN after the read, not that of its snapshot: a read sees TRUNCATE and DDL that rewrites the table even if they came later.
-        lsn = insert_lsn(conn)
-        # Names are looked up as they are now, not as of the snapshot. The lock on the table prevents renames until the transaction ends.
-        if conn.execute("SELECT pg_catalog.to_regclass(%s)::oid::int8", [str(relation.table)]).fetchall()[0][0] != relation.oid:
-            raise TableChanged(str(relation.table), f"Table {relation.table} was renamed or made anew while it was read; read it again.")
-        conn.execute(b"COMMIT")
-    except psycopg2.Error as error:
-        raise _read_error(error, relation, conn) from error
-    finally:
+
+    def __init__(self, dsn: str, exported_snapshot: str | None = None) -> None:
+        self._conn = copying_connection(dsn, application="pgwal snapshot")
+        self._exported = exported_snapshot
+        self._snapshot: str | None = None
+        self._together = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # No ROLLBACK: after a COPY that was broken off, the connection takes no more statements.
-        conn.close()
-    return ChunkRead(snapshot, rows, size, lsn)
+        with suppress(psycopg2.Error):
+            if kind is None and self._snapshot is not None:
+                self._conn.execute(b"COMMIT")
+        self._conn.close()
+
+    def begin_together(self, relations: Collection[Relation], most_bytes: int) -> frozenset[int]:
+        """Begin the transaction for several small tables, and return the oids of those that may be read in it.
+
+        Left out are tables that another session has locked, that LOCK TABLE refuses, or that take more than `most_bytes` on disk. The
+        others stay locked until the end, so none is altered or truncated between the snapshot and its read.
+        """
+        locked: list[Relation] = []
+
+        def lock() -> None:
+            locked[:] = self._locked(list(relations))
+
+        self._together = True
+        try:
+            self._conn.execute(_SETTINGS_TOGETHER.encode())
+            self._snapshot = begin_snapshot(self._conn, lock)
+            # The size of a table that is called otherwise by now is not asked for: it is not locked, and the question would wait.
+            sizes = self._conn.execute(
+                """SELECT t.oid, CASE WHEN pg_catalog.to_regclass(t.name)::oid::int8 = t.oid
+                                      THEN pg_catalog.pg_table_size(t.oid::oid::regclass) END
+                   FROM unnest(%s::int8[], %s::text[]) t (oid, name)""",
+                [[relation.oid for relation in locked], [str(relation.table) for relation in locked]],
+            ).fetchall()
+        except psycopg2.Error as error:
+            raise translate(error, "reading small tables") from error
+        return frozenset(oid for oid, size in sizes if size is not None and size <= most_bytes)
+
+    def _locked(self, relations: Sequence[Relation]) -> list[Relation]:
+        """Those of `relations` that could be locked without waiting."""
+        if not relations:
+            return []
+        names = ", ".join(f"ONLY {relation.table}" for relation in relations)
+        try:
+            self._conn.execute(f"SAVEPOINT pgwal; LOCK TABLE {names} IN ACCESS SHARE MODE NOWAIT; RELEASE pgwal".encode())
+        except psycopg2.Error:
+            self._conn.execute(b"ROLLBACK TO pgwal; RELEASE pgwal")
+            half = len(relations) // 2
+            return self._locked(relations[:half]) + self._locked(relations[half:]) if half else []
+        return list(relations)
+
+    def read(
+        self,
+        relation: Relation,
+        bounds: ChunkBounds,
+        on_rows: Callable[[bytearray, list[int]], None],
+        *,
+        binary: Collection[int] = (),
+        row_filter: str | None = None,
+        largest_row: int = 1 << 30,
+    ) -> ChunkRead:
+        """Read the rows of a range, and pass them to `on_rows` as blocks of messages of a COPY in binary format.
+
+        Each field is the text that its type's output function writes, or for the type OIDs in `binary` the bytes that its send function
+        writes. A message is a row; the first has the 19 bytes of the header before it, and the last message is the trailer. `on_rows` gets
+        about 4 MiB of messages end to end, which it may keep, and the length of each. `row_filter` is the publication's condition for this
+        table (`catalog.published_tables`): rows that are not in the stream must not be in the snapshot.
+
+        Raises TableError if rows cannot be read (no SELECT, row-level security that would hide some, a row of more than `largest_row`
+        bytes, or another error of the source about this table), TableChanged if the table differs from `relation` now, TableBusy for a lock
+        after `begin_together`, SourceUnavailable if the read broke off.
+        """
+        conn = self._conn
+        try:
+            if self._snapshot is None:
+                conn.execute(_SETTINGS.encode())
+                self._snapshot = begin_snapshot(conn) if self._exported is None else _enter_snapshot(conn, self._exported)
+            statement = _copy_statement(conn, relation, bounds, binary, row_filter)
+            if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
+                conn.execute(BYTES_AS_THEY_ARE.encode())
+            rows, size = _copy_out(conn, statement, on_rows, largest_row, relation)
+            # The LSN after the read, not that of its snapshot: a read sees TRUNCATE and rewriting DDL even if they came later.
+            lsn = insert_lsn(conn)
+            # Names are looked up as they are now, not as of the snapshot. The lock on the table prevents renames until the end.
+            if conn.execute("SELECT pg_catalog.to_regclass(%s)::oid::int8", [str(relation.table)]).fetchall()[0][0] != relation.oid:
+                raise TableChanged(
+                    str(relation.table), f"Table {relation.table} was renamed or made anew while it was read; read it again."
+                )
+        except psycopg2.Error as error:
+            if self._together and isinstance(error, errors.LockNotAvailable):
+                raise TableBusy(f"Table {relation.table} is locked.") from error
+            raise _read_error(error, relation, conn) from error
+        return ChunkRead(self._snapshot, rows, size, lsn)
 
 
 def _enter_snapshot(conn: Connection, exported: str) -> str:

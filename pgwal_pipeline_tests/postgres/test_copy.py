@@ -11,10 +11,10 @@ import pytest
 from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.messages.errors import SourceUnavailable, TableError
 from pgwal_pipeline.postgres import catalog, copy, dsn
-from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, TableChanged, plan_chunks, read_chunk
+from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, TableChanged, plan_chunks
 from pgwal_pipeline.postgres.key_order import key_order
 from pgwal_pipeline.values.relation import Relation
-from pgwal_pipeline_tests.support import Source, copy_messages, fresh_source, wait_for
+from pgwal_pipeline_tests.support import Source, copy_messages, fresh_source, read_chunk, wait_for
 
 WHOLE = ChunkBounds(None, None)
 

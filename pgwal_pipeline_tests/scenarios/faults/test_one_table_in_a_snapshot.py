@@ -12,6 +12,7 @@ from pydantic import SecretStr
 from pgwal_pipeline.messages.errors import BlockedByTransaction, LakeError
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
+from pgwal_pipeline.pipeline import small_tables
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.faults import RUNS_OWN, TABLES_OWN, at_tables, injected
@@ -181,6 +182,7 @@ def test_a_table_that_waits_holds_up_nobody(source: Source, pipeline: Pipeline) 
 def test_a_table_altered_in_each_reading_gets_pauses(source: Source, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     made(source)
     drains.bootstrap(pipeline.settings, progress=Silent())
+    monkeypatch.setattr(small_tables, "_MOST_BYTES", -1)
     read = snapshots._TableRead.run
 
     def altered(self: Any) -> Any:

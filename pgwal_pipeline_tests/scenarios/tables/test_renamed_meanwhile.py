@@ -14,9 +14,9 @@ from pgwal_pipeline.lake import maintenance
 from pgwal_pipeline.lake.ledger import Publish, TablePointer, TableState
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
+from pgwal_pipeline.pipeline import small_tables
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline import status as statuses
-from pgwal_pipeline.pipeline import table_rows
 from pgwal_pipeline.postgres import copy
 from pgwal_pipeline.values.own_columns import CHUNK, GENERATION
 from pgwal_pipeline.values.relation import TableName
@@ -106,15 +106,15 @@ def test_a_name_taken_between_two_chunks_of_a_table_without_a_key(
     source.sql("INSERT INTO x SELECT repeat('x', 500) || i FROM generate_series(1, 2000) i; ANALYZE x")
     pipeline = make_pipeline(snapshot_chunk_rows=500, snapshot_workers=1)
     drains.bootstrap(pipeline.settings, progress=Silent())
-    read_chunk = copy.read_chunk
+    read = copy.ChunkReader.read
 
     def taken(*args: Any, **named: Any) -> Any:
-        monkeypatch.setattr(table_rows, "read_chunk", read_chunk)
-        found = read_chunk(*args, **named)
+        monkeypatch.setattr(copy.ChunkReader, "read", read)
+        found = read(*args, **named)
         source.sql("ALTER TABLE x RENAME TO y; CREATE TABLE x (v text); ALTER TABLE x REPLICA IDENTITY FULL")
         return found
 
-    monkeypatch.setattr(table_rows, "read_chunk", taken)
+    monkeypatch.setattr(copy.ChunkReader, "read", taken)
     pipeline.snapshot()
     pipeline.drain()
     pipeline.snapshot()
@@ -151,6 +151,7 @@ def test_a_table_that_joins_again_while_others_are_read_waits_again(
     source.sql(f"{AB}; CREATE PUBLICATION {name} FOR TABLE a, b")
     drains.bootstrap(pipeline.settings, progress=Silent())
     writer = source.connect(autocommit=False)
+    monkeypatch.setattr(small_tables, "_MOST_BYTES", -1)
     run, other = snapshots._TableRead.run, {"a": "b", "b": "a"}
     met = []
 
@@ -177,6 +178,7 @@ def test_renamed_or_gone_while_it_is_read_again(source: Source, make_pipeline: M
     pipeline = followed(source, make_pipeline(), AB)
     pipeline.ledger.amend_tables(lambda known: [replace(state, published=state.generation) for state in known.values()])
     first = states(pipeline)["a"].generation
+    monkeypatch.setattr(small_tables, "_MOST_BYTES", -1)
     begun, insert_lsn = snapshots._begun, snapshots.catalog.insert_lsn
 
     def renamed(*args: Any) -> TableState:
