@@ -14,7 +14,7 @@ from pgwal_pipeline.lake.locations import free_location
 from pgwal_pipeline.lake.raw import check_columns, ensure_raw_table
 from pgwal_pipeline.lake.stream_facts import StreamFacts
 from pgwal_pipeline.messages.errors import TableError
-from pgwal_pipeline.pipeline.alterations import CatalogEntry, altered, dropped, had_others_names, read_again, republished, rewritten
+from pgwal_pipeline.pipeline.alterations import CatalogEntry, altered, dropped, read_again, republished, rewritten, swapped_names
 from pgwal_pipeline.postgres import catalog
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.storage import storages
@@ -242,7 +242,7 @@ def _reviewed(
         told = _columns(earlier.relation) | _columns(entry.relation) | _columns(state.relation)
         if any(column not in told and column[0] not in state.dropped for version in versions for column in _columns(version)):
             return read_again(state, entry, "its columns changed more than once while the stream was read")
-        if had_others_names(stored.shown, versions, (earlier.relation, entry.relation)):
+        if swapped_names(stored.shown, versions, (earlier.relation, entry.relation)):
             return read_again(state, entry, "its columns had each other's names for a while")
         if any(state.oid in partitions for partitions in facts.partitions.values()):
             return read_again(state, entry, "it was a partition of another table for a while")

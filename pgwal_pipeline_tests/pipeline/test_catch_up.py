@@ -516,7 +516,7 @@ def test_a_role_that_may_not_copy_slots_drains_alone(source: Source, make_pipeli
         fill(source)
         report = pipeline.drain()
         assert len(report.windows) == 1
-        assert "drained by one reader alone, for the slot cannot be copied" in report.warnings[0]
+        assert "drained by one reader alone, since the slot cannot be copied" in report.warnings[0]
         assert len(raw_rows(pipeline, "public.t")) == 6000
         assert_settled(pipeline)
     finally:

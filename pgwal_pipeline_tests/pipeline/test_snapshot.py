@@ -266,7 +266,7 @@ def test_a_slot_that_is_lost_ends_the_read(source: Source, make_pipeline: Callab
     source.sql("CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t SELECT generate_series(1, 1000); ANALYZE t")
     pipeline = make_pipeline(snapshot_chunk_rows=100, snapshot_workers=1)
     drains.bootstrap(pipeline.settings, progress=Silent())
-    monkeypatch.setattr("pgwal_pipeline.pipeline.slot_watch._LOOK_EVERY", 0.0)
+    monkeypatch.setattr("pgwal_pipeline.pipeline.slot_watch._CHECK_EVERY", 0.0)
     slow = threading.Event()
 
     def drop(passed: int) -> None:

@@ -76,7 +76,7 @@ def test_a_slot_that_fills_up_while_a_table_is_read_is_warned_of(
     make_server: Callable[..., Postgres], make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past half of what the server lets it keep, once a minute, with what to do; not before."""
-    monkeypatch.setattr(slot_watch, "_LOOK_EVERY", 0.0)
+    monkeypatch.setattr(slot_watch, "_CHECK_EVERY", 0.0)
     with fresh_source(make_server(max_slot_wal_keep_size="64MB", wal_keep_size="0")) as source:
         source.sql("CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t SELECT generate_series(1, 1000); ANALYZE t")
         pipeline = make_pipeline(source_dsn=source.dsn, snapshot_chunk_rows=100, snapshot_workers=1)

@@ -265,5 +265,5 @@ def test_a_standby_promoted_before_it_had_everything(
                 standby.sql("UPDATE t SET v = %s WHERE id = 40", number)
             standby.sql("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", pipeline.settings.slot)
             after = lead_to(make_pipeline, pipeline, standby, spark)
-            refused(after, SlotLost, "some of them it never had")
+            refused(after, SlotLost, "some of which the source never had")
             renewed(standby, after)
