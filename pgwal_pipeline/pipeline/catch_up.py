@@ -184,17 +184,7 @@ def _refined(ctx: DrainContext, plan: Plan) -> Plan:
 def _read_here(ctx: DrainContext, plan: Plan, limits: tuple[int, int], budget: int, expected: Mapping[str, Schema] | None = None) -> None:
     """Read one window in this process and record that it has been read."""
     with _stream(ctx, plan, limits[0]) as stream:
-        read = read_ahead(
-            stream,
-            ctx.settings,
-            ctx.ledger,
-            ctx.conn,
-            limits,
-            memory_budget=budget,
-            progress=ctx.progress,
-            stage=_stage(plan, limits),
-            expected=expected,
-        )
+        read = read_ahead(ctx, stream, limits, budget, stage=_stage(plan, limits), expected=expected)
     failpoints.hit("drain.after_files")
     ctx.ledger.record_read(read)
     failpoints.hit("catch_up.read_here")

@@ -20,7 +20,7 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.messages.errors import error_to_json
-from pgwal_pipeline.pipeline.window_commit import read_ahead
+from pgwal_pipeline.pipeline.window_commit import DrainContext, read_ahead
 from pgwal_pipeline.postgres.copies import SlotCopy
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
@@ -93,7 +93,6 @@ def _work(reporter: _Reporter) -> int:
 
 
 def _read(settings: Settings, limits: tuple[int, int], version: int, budget: int, reporter: _Reporter) -> None:
-    ledger = Ledger(Lake(settings.lake))
     timeout = settings.blocked_timeout
     with (
         closing(connect(settings.dsn)) as conn,
@@ -104,9 +103,10 @@ def _read(settings: Settings, limits: tuple[int, int], version: int, budget: int
         reporter.say(f"{copy.name} is moved to {format_lsn(limits[0])}")
         with copy.stream(settings.publication, limits[0], server_version=version) as stream:
             failpoints.hit("catch_up.moved")
-            read = read_ahead(stream, settings, ledger, conn, limits, memory_budget=budget, progress=reporter)
+            ctx = DrainContext(settings, Ledger(Lake(settings.lake)), conn, version, reporter.warn, reporter)
+            read = read_ahead(ctx, stream, limits, budget)
             failpoints.hit("catch_up.after_files")
-            ledger.record_read(read)
+            ctx.ledger.record_read(read)
             failpoints.hit("catch_up.recorded")
 
 
