@@ -374,7 +374,7 @@ def test_an_error_names_what_is_wrong_and_where() -> None:
         (b"B" + bytes(19), "its size is wrong for its kind"),
         (b"C" + bytes(26), "its size is wrong for its kind"),
         (b"B" + bytes(20), "before the previous one has ended"),
-        (b"C" + bytes(25), "does not agree"),
+        (b"C" + bytes(25), "does not match the Begin"),
         (b"I", "too short"),
         (b"I" + bytes(4) + b"N\0\0", "has not been described"),
         (b"T\0\0\0\1\0\0\0\0\1", "has not been described"),
