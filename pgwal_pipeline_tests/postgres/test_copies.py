@@ -135,7 +135,7 @@ def test_settling_waits_for_a_standby_that_is_away_no_longer_than_it_should(
             with pytest.raises(SourceUnavailable, match=r"\(standby_1, standby_2\) have .*: bring them back, or take them out of"):
                 copies.confirm_unread(conn, source.dsn, name, end, warn=warnings.append)
             assert len(warnings) == 1
-            assert f"slot {name}" in warnings[0]
+            assert f"Slot {name}" in warnings[0]
             # The server waits no longer either, and the connection is good for more.
             assert conn.execute(waiting).fetchone() == (0,)
             assert standing(source, name) == before

@@ -155,7 +155,7 @@ def test_a_publication_of_ours_that_another_role_has_to_bring_in_step(source: So
         assert not found.ok
         assert f"Publication {NAME} is not in step with PGWAL_TABLES, and role health_guest does not own it" in found.found
         owner = source.value("select current_user")
-        assert f"let {owner} run ALTER PUBLICATION {NAME} DROP TABLE " in found.found
+        assert f"have {owner} run ALTER PUBLICATION {NAME} DROP TABLE " in found.found
         assert all(f"ONLY public.gone_{index}" in found.found for index in range(30)), "shown whole here, where runs point to it"
         assert f"GRANT {owner} TO health_guest" in found.found
         assert source.value("select count(*) from pg_publication_rel") == 31

@@ -168,4 +168,4 @@ def test_the_doctor_says_which_of_them_counts(source: Source, monkeypatch: pytes
     with checked(source) as found:
         assert found["positions"].ok, "it stops nothing"
         assert "is not one of the stream, whose walsender is at" in found["positions"].found
-        assert "runs go by the walsender's position" in (found["positions"].mend or "")
+        assert "runs use the walsender's position" in (found["positions"].mend or "")
