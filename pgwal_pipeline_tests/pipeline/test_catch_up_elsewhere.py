@@ -19,7 +19,7 @@ from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.commands import Commands
 from pgwal_pipeline_tests.pipelines import DRAIN, MakePipeline, ids_in_raw, killed
 from pgwal_pipeline_tests.postgres.standby import caught_up, standby_of
-from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
+from pgwal_pipeline_tests.support import Source, fresh_source
 
 
 def test_a_slot_lost_while_a_backlog_was_being_caught_up(make_server: Callable[..., Postgres], make_pipeline: MakePipeline) -> None:
@@ -33,14 +33,7 @@ def test_a_slot_lost_while_a_backlog_was_being_caught_up(make_server: Callable[.
         source.sql("INSERT INTO t SELECT i, repeat(md5(i::text), 20) FROM generate_series(1, 3000) i")
         killed(pipeline, DRAIN, "catch_up.all_read", PGWAL_CATCHUP_THRESHOLD="1MB", PGWAL_CATCHUP_SLOTS="1")
         assert pipeline.ledger.plan() is not None
-
-        def lost() -> bool:
-            source.sql("INSERT INTO t SELECT max(id) + 1 FROM t")
-            source.sql("SELECT pg_switch_wal()")
-            source.sql("CHECKPOINT")
-            return source.value("SELECT wal_status FROM pg_replication_slots WHERE slot_name = %s", pipeline.settings.slot) == "lost"
-
-        wait_for(lost, what="the slot to be lost")
+        source.lose_slot(pipeline.settings.slot, "INSERT INTO t SELECT max(id) + 1 FROM t")
         with pytest.raises(SlotLost):
             pipeline.drain()
         drains.renew(pipeline.settings, progress=Silent())
