@@ -64,4 +64,4 @@ def slots(source: Source, name: str) -> set[str]:
 def fill(source: Source, transactions: int = 30, rows: int = 200, first: int = 0) -> None:
     """About 100 kB of WAL for each transaction."""
     for number in range(first, first + transactions):
-        source.sql(f"INSERT INTO t SELECT i, repeat('v', 300) FROM generate_series({number * rows}, {number * rows + rows - 1}) i")
+        source.sql(f"INSERT INTO t (id, v) SELECT i, repeat('v', 300) FROM generate_series({number * rows}, {number * rows + rows - 1}) i")
