@@ -1,4 +1,4 @@
-"""What `doctor` says of what needs no source: each is looked at though no source is there, and nothing is made by looking."""
+"""What `doctor` says: of what needs no source, with nothing made by looking, and of what would stop a run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A table whose merge, replacement, comparison or tidying up fails by its own fault costs nobody but itself, and mends itself."""
+"""A table whose merge, replacement or comparison fails by its own fault costs nobody but itself, and mends itself."""
 
 from typing import Any
 
