@@ -120,6 +120,16 @@ def killed(pipeline: Pipeline, code: str, point: str, **environment: str) -> Non
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
+def read_once(source: Source, pipeline: Pipeline) -> None:
+    """A table that has been read whole, and changes since that are not drained."""
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v int); INSERT INTO t SELECT i, 0 FROM generate_series(1, 10) i")
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    pipeline.snapshot()
+    pipeline.drain()
+    assert snapshots.needed(pipeline.settings) == ()
+    source.sql("INSERT INTO t VALUES (11, 0)")
+
+
 def ids_in_raw(pipeline: Pipeline) -> list[int]:
     return sorted(pl.read_delta(pipeline.lake.raw(TableName("public", "t")))["id"].to_list())
 
