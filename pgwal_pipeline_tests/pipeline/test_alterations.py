@@ -7,7 +7,7 @@ import pytest
 
 from pgwal_pipeline.lake.ledger import TableState
 from pgwal_pipeline.lake.stream_facts import StreamFacts
-from pgwal_pipeline.pipeline.alterations import CatalogEntry, altered, dropped, had_others_names, rewritten
+from pgwal_pipeline.pipeline.alterations import CatalogEntry, altered, dropped, rewritten, swapped_names
 from pgwal_pipeline.values.relation import Column, PgType, Relation, TableName
 from pgwal_pipeline.values.storage import Storage, StoredColumn, StoredFile
 from pgwal_pipeline.values.xid import Snapshot
@@ -85,7 +85,7 @@ def shown(*names: str) -> Relation:
     ],
 )
 def test_columns_that_had_each_others_names(before: str, versions: list[str], now: str, mixed: bool) -> None:
-    found = had_others_names(before.split(), [shown(*version.split()) for version in versions], [shown(*now.split())])
+    found = swapped_names(before.split(), [shown(*version.split()) for version in versions], [shown(*now.split())])
     assert found is mixed
 
 

@@ -375,9 +375,9 @@ def test_a_table_altered_while_single_rows_of_it_are_read_again(source: Source, 
     pipeline.ledger.amend_tables(single_rows)
     source.sql("ALTER TABLE t DROP a")
     state = pipeline.ledger.tables()[table]
-    snapshots._note(pipeline.ledger, state, snapshots.copy.TableChanged(str(table), "it was altered while it was read"))
+    snapshots._record_error(pipeline.ledger, state, snapshots.copy.TableChanged(str(table), "it was altered while it was read"))
     assert snapshots.needed(pipeline.settings) == (table,)
     pipeline.snapshot()
     assert pipeline.ledger.tables()[table].state == "ready"
-    snapshots._note(pipeline.ledger, pipeline.ledger.tables()[table], snapshots.copy.TableChanged(str(table), "it was altered"))
+    snapshots._record_error(pipeline.ledger, pipeline.ledger.tables()[table], snapshots.copy.TableChanged(str(table), "it was altered"))
     assert snapshots.needed(pipeline.settings) == (), "its snapshot in force goes on"
