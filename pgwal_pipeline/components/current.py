@@ -1,5 +1,7 @@
 """The publish as assets: one step brings every current table to one LSN, in one Spark session."""
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -86,9 +88,15 @@ def _last_recorded(context: StepContext, source: CdcSource) -> _Recorded:
     for record in context.instance.fetch_observations(source.names.slot, limit=_OBSERVATIONS).records:
         entry = None if record.asset_observation is None else record.asset_observation.metadata.get(_RECORDED)
         if isinstance(entry, dg.JsonMetadataValue) and isinstance(entry.data, dict):
-            same = entry.data["publish"] == [publish.lsn, publish.published_at.isoformat()]
+            same = entry.data["publish"] == _digest(publish.tables)
             return _Recorded(publish.tables, entry.data["failing"]) if same else _Recorded()
     return _Recorded()
+
+
+def _digest(tables: Mapping[TableName, TablePointer]) -> str:
+    """Return what tells where the tables of a publish stand from any other."""
+    listed = sorted((str(table), pointer.path, pointer.version) for table, pointer in tables.items())
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
 def _observe(
@@ -105,11 +113,12 @@ def _observe(
         **{f"{stage}_seconds": round(seconds, 3) for stage, seconds in report.seconds.items()},
     }
     more: dict[str, dg.MetadataValue] = {}
-    if report.lsn is not None and report.published_at is not None:
+    if report.lsn is not None:
         numbers["published_lsn"] = format_lsn(report.lsn)
         if failing is not None:
             reasons = {str(table): reason for table, reason in failing.items()}
-            more[_RECORDED] = dg.MetadataValue.json({"publish": [report.lsn, report.published_at.isoformat()], "failing": reasons})
+            pointers = {name: TablePointer(found.path, found.version) for name, found in report.tables.items() if found.version is not None}
+            more[_RECORDED] = dg.MetadataValue.json({"publish": _digest(pointers), "failing": reasons})
     told = {table: publish for table, publish in report.tables.items() if table in changed or publish.errors}
     observe_slot(context, source, numbers, publish_json(replace(report, tables=told)), more)
 

@@ -10,6 +10,7 @@ import dagster as dg
 from dagster._core.definitions.definitions_load_context import DefinitionsLoadContext, DefinitionsLoadType
 from dagster.components.utils.project_paths import get_code_server_metadata_key
 
+
 @contextmanager
 def loading() -> Iterator[None]:
     """Open a DefinitionsLoadContext for state-backed components where Dagster has opened none (a plain import, a test)."""
