@@ -94,11 +94,11 @@ class Runner:
         """Return a report with all tables of its publish, from the ledger: Dagster is told only of those that changed."""
         if not part.get("publish"):
             return part
-        ledger = Ledger(Lake(self._settings.lake))
-        for publish in filter(None, (ledger.publish(), *reversed(ledger.publishes()))):
-            if format_lsn(publish.lsn) == part["publish"]["lsn"]:
-                return {**part, "publish": publish_report(publish).to_json()}
-        return part
+        ledger, lsn = Ledger(Lake(self._settings.lake)), part["publish"]["lsn"]
+        publish = ledger.publish()
+        if publish is None or format_lsn(publish.lsn) != lsn:  # there has been another one since
+            publish = next((publish for publish in ledger.publishes() if format_lsn(publish.lsn) == lsn), None)
+        return part if publish is None else {**part, "publish": publish_report(publish).to_json()}
 
 
 def _parts(events: Iterable[dg.DagsterEvent]) -> list[Part]:
