@@ -101,11 +101,11 @@ class DrainReport:
         return sum(window.changes for window in self.windows)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as metadata of a Dagster run: what `--json` shows, the changes by table, and the lag."""
+        """Return the report as metadata of a run: what `--json` shows, the lag, and the counts of the tables that have rows."""
         return {
             "windows": [window.to_json() for window in self.windows],
             "changes": self.changes,
-            "tables": {str(name): counts.to_json() for name, counts in sorted(self.tables.items())},
+            "tables": {str(name): counts.to_json() for name, counts in sorted(self.tables.items()) if counts.rows},
             "lag_before": self.lag_before,
             "lag_after": self.lag_after,
             "warnings": list(self.warnings),

@@ -1,5 +1,6 @@
 """Report the state of the slot, the lake's frontier, the last publish and every table. Nothing is changed."""
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,6 +15,8 @@ from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn, window_key
 from pgwal_pipeline.values.relation import quote_ident
+
+_LOOKS = 16  # tables whose Delta log is looked at at once
 
 
 def lag(settings: Settings) -> LagReading:
@@ -72,7 +75,8 @@ def status(settings: Settings) -> dict[str, Any]:
     frontier = ledger.frontier()
     publish = ledger.publish()
     versions = {pointer.path: pointer.version for pointer in publish.tables.values()} if publish is not None else {}
-    counts = {path: _rows(path, version) for path, version in versions.items()}
+    with ThreadPoolExecutor(_LOOKS, "pgwal-status") as pool:
+        counts = dict(zip(versions, pool.map(_rows, versions, versions.values()), strict=True))
     return {
         "slot": _slot(settings),
         "frontier": None if frontier is None else format_lsn(frontier),

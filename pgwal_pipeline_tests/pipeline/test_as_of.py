@@ -58,7 +58,7 @@ def test_what_is_told_of_it(published: Settings) -> None:
 
 @pytest.mark.parametrize("when", ["0/FF", "2026-01-31T11:59:59Z", "2026-01-31"])
 def test_before_the_oldest(when: str, published: Settings) -> None:
-    with pytest.raises(LakeError, match="the oldest publish in the lake is of 2026-01-31T12:00:00"):
+    with pytest.raises(LakeError, match="the oldest publish in the lake is from 2026-01-31T12:00:00"):
         find_publish(published, when)
 
 

@@ -101,7 +101,7 @@ def test_a_catch_up_that_died_is_given_up_for_one_stream_and_what_came_since_fol
             # As when others take the last ones between the look and the copy.
             patch.setattr(copies, "room", lambda _: Room(9, 9))
             report = pipeline.drain()
-        refusals = [warning for warning in report.warnings if "drained by one reader alone, for the slot cannot be copied" in warning]
+        refusals = [warning for warning in report.warnings if "drained by one reader alone, since the slot cannot be copied" in warning]
         assert len(refusals) == (1 if behind == 1 else 2), report.warnings
         assert [window.start_lsn for window in report.windows] == [plan.start_lsn, plan.ends[-1]]
         assert report.windows[-1].end_lsn == pipeline.ledger.frontier()

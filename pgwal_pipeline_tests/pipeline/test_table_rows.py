@@ -7,7 +7,7 @@ import pytest
 from pgwal_pipeline.pipeline.table_rows import TableRows
 from pgwal_pipeline.postgres.copy import ChunkBounds, TableChanged
 from pgwal_pipeline_tests.postgres.reading import WHOLE, relation_of
-from pgwal_pipeline_tests.support import Source
+from pgwal_pipeline_tests.support import Source, wait_for
 
 
 @pytest.fixture
@@ -47,7 +47,8 @@ def test_a_writer_that_takes_no_more_leaves_no_thread_and_no_session(source: Sou
     assert reading()
     pieces.close()  # pyright: ignore[reportAttributeAccessIssue]
     assert not reading()
-    assert source.value("SELECT count(*) FROM pg_stat_progress_copy WHERE datname = current_database()") == 0
+    copying = "SELECT count(*) FROM pg_stat_progress_copy WHERE datname = current_database()"
+    wait_for(lambda: source.value(copying) == 0, what="the source to see that nobody reads")
 
 
 def test_what_reading_raises_comes_to_the_writer(source: Source, rows: TableRows) -> None:
