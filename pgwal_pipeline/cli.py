@@ -256,7 +256,8 @@ def status(as_json: bool) -> None:
     from pgwal_pipeline.pipeline.status import status as read_status
 
     with _quiet_stdout():
-        answer = read_status(_settings())
+        settings = _settings()
+        answer = {**read_status(settings), "engine": _engine_status(settings)}
 
     def lines() -> Iterator[str]:
         slot = answer["slot"]
@@ -266,6 +267,7 @@ def status(as_json: bool) -> None:
             else f"{slot['name']} confirmed {slot['confirmed_flush_lsn']}, {slot['lag_bytes']:,} bytes behind, WAL {slot['wal_status']}"
         )
         yield f"frontier  {answer['frontier'] or 'none yet'}"
+        yield f"engine    {_engine_line(answer['engine'])}"
         publish = answer["publish"]
         yield "published " + ("nothing yet" if publish is None else f"{publish['lsn']} at {publish['published_at']}")
         for window in answer.get("windows", ()):
@@ -367,6 +369,71 @@ def drop(yes: bool, as_json: bool) -> None:
         yield f"dropped {', '.join(dropped)}" if dropped else "nothing to drop"
 
     _answer(as_json, {"dropped": dropped}, lines)
+
+
+@main.group()
+def engine() -> None:
+    """The warm Spark engine of this machine, which runs and commands share."""
+
+
+@engine.command("status")
+@_json_option
+@_command
+def engine_status(as_json: bool) -> None:
+    """Show whether the engine for these settings is running."""
+    with _quiet_stdout():
+        answer = _engine_status(_settings())
+    _answer(as_json, answer, lambda: iter([_engine_line(answer)]))
+
+
+@engine.command("start")
+@_json_option
+@_command
+def engine_start(as_json: bool) -> None:
+    """Start the engine, and wait until it takes sessions."""
+    with _quiet_stdout():
+        settings = _settings()
+        from pgwal_pipeline.messages.errors import SettingError
+        from pgwal_pipeline.spark.session import spark_session, uses_engine
+
+        if not uses_engine(settings):
+            raise SettingError(
+                "There is no engine for these settings: it needs a PGWAL_SPARK_MASTER such as local[*], a PGWAL_SPARK_IDLE above 0, and no "
+                "PGWAL_SPARK_REMOTE."
+            )
+        spark_session(settings, say=lambda text: click.echo(text, err=True))
+        answer = _engine_status(settings)
+    _answer(as_json, answer, lambda: iter([_engine_line(answer)]))
+
+
+@engine.command("stop")
+@_json_option
+@_command
+def engine_stop(as_json: bool) -> None:
+    """End the engine now, also beneath runs that use it. The next run starts one again."""
+    with _quiet_stdout():
+        from pgwal_pipeline.spark.engine import stop
+        from pgwal_pipeline.spark.session import find_engine
+
+        settings = _settings()
+        folder = find_engine(settings)
+        stopped = folder is not None and stop(folder)
+        answer = {**_engine_status(settings), "stopped": stopped}
+    _answer(as_json, answer, lambda: iter(["stopped" if stopped else "not running"]))
+
+
+def _engine_status(settings: "Settings") -> dict[str, Any]:
+    from pgwal_pipeline.spark.engine import status as read_engine
+    from pgwal_pipeline.spark.session import find_engine
+
+    return read_engine(find_engine(settings))
+
+
+def _engine_line(engine: dict[str, Any]) -> str:
+    if not engine["running"]:
+        return "not running"
+    used = "" if engine["used_at"] is None else f", used last at {engine['used_at']}"
+    return f"{engine['remote']}, process {engine['pid']}, since {engine['since']}{used}"
 
 
 @main.command()
