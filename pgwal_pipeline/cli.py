@@ -256,8 +256,7 @@ def status(as_json: bool) -> None:
     from pgwal_pipeline.pipeline.status import status as read_status
 
     with _quiet_stdout():
-        settings = _settings()
-        answer = {**read_status(settings), "engine": _engine_status(settings)}
+        answer = read_status(_settings())
 
     def lines() -> Iterator[str]:
         slot = answer["slot"]
@@ -379,22 +378,24 @@ def engine() -> None:
 @engine.command("status")
 @_json_option
 @_command
-def engine_status(as_json: bool) -> None:
+def show_engine(as_json: bool) -> None:
     """Show whether the engine for these settings is running."""
+    from pgwal_pipeline.spark.session import engine_status
+
     with _quiet_stdout():
-        answer = _engine_status(_settings())
+        answer = engine_status(_settings())
     _answer(as_json, answer, lambda: iter([_engine_line(answer)]))
 
 
 @engine.command("start")
 @_json_option
 @_command
-def engine_start(as_json: bool) -> None:
+def start_engine(as_json: bool) -> None:
     """Start the engine, and wait until it takes sessions."""
     with _quiet_stdout():
         settings = _settings()
         from pgwal_pipeline.messages.errors import SettingError
-        from pgwal_pipeline.spark.session import spark_session, uses_engine
+        from pgwal_pipeline.spark.session import engine_status, spark_session, uses_engine
 
         if not uses_engine(settings):
             raise SettingError(
@@ -402,31 +403,24 @@ def engine_start(as_json: bool) -> None:
                 "PGWAL_SPARK_REMOTE."
             )
         spark_session(settings, say=lambda text: click.echo(text, err=True))
-        answer = _engine_status(settings)
+        answer = engine_status(settings)
     _answer(as_json, answer, lambda: iter([_engine_line(answer)]))
 
 
 @engine.command("stop")
 @_json_option
 @_command
-def engine_stop(as_json: bool) -> None:
+def stop_engine(as_json: bool) -> None:
     """End the engine now, also beneath runs that use it. The next run starts one again."""
     with _quiet_stdout():
         from pgwal_pipeline.spark.engine import stop
-        from pgwal_pipeline.spark.session import find_engine
+        from pgwal_pipeline.spark.session import engine_status, find_engine
 
         settings = _settings()
         folder = find_engine(settings)
         stopped = folder is not None and stop(folder)
-        answer = {**_engine_status(settings), "stopped": stopped}
+        answer = {**engine_status(settings), "stopped": stopped}
     _answer(as_json, answer, lambda: iter(["stopped" if stopped else "not running"]))
-
-
-def _engine_status(settings: "Settings") -> dict[str, Any]:
-    from pgwal_pipeline.spark.engine import status as read_engine
-    from pgwal_pipeline.spark.session import find_engine
-
-    return read_engine(find_engine(settings))
 
 
 def _engine_line(engine: dict[str, Any]) -> str:

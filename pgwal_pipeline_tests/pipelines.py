@@ -91,6 +91,7 @@ class Pipeline:
             "PGWAL_LAKE": self.settings.lake,
             "PGWAL_SLOT": self.settings.slot,
             "PGWAL_PUBLICATION": self.settings.publication,
+            "PGWAL_SPARK_IDLE": "0",
             "PGWAL_SPARK_CONF": json.dumps({"spark.driver.memory": "1g", **PARTS}),
             "PGWAL_SNAPSHOT_CHUNK_ROWS": str(self.settings.snapshot_chunk_rows),
             "DAGSTER_HOME": str(Path(self.settings.lake).parent / "dagster"),

@@ -9,7 +9,7 @@ import dagster as dg
 
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.requests import LOOK, SourceReading
-from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, slot_of
+from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, slot_of, spark_of
 from pgwal_pipeline.components.steps import Step
 from pgwal_pipeline.messages import progress
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
@@ -29,6 +29,8 @@ def build_drain(source: CdcSource) -> Step:
     """
 
     def work(context: StepContext, _: object) -> Iterator[dg.MaterializeResult]:
+        if context.run.job_name == source.named("sync"):
+            spark_of(context, source).start()  # the publish is next
         window = _drain_and_report(context, source)
         if window is not None:
             for table, counts in _with_rows(window):
@@ -39,7 +41,7 @@ def build_drain(source: CdcSource) -> Step:
         "drain_wal",
         "materialize_raw",
         "Reads the slot once, up to the window's end, into every raw table, then confirms the slot.",
-        frozenset({source.slot_key}),
+        frozenset({source.slot_key, source.spark_key}),
         work,
         asset=source.assets.raw,
         partitions=source.windows,

@@ -13,6 +13,7 @@ from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePubl
 from pgwal_pipeline.postgres import catalog, copies, slot
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.spark.session import engine_status
 from pgwal_pipeline.values.lsn import format_lsn, window_key
 from pgwal_pipeline.values.relation import quote_ident
 
@@ -82,6 +83,7 @@ def status(settings: Settings) -> dict[str, Any]:
         "frontier": None if frontier is None else format_lsn(frontier),
         "publish": None if publish is None else publish_report(publish).to_json(),
         **({"windows": under_way} if (under_way := _under_way(settings, ledger)) else {}),
+        "engine": engine_status(settings),
         "tables": {
             str(table): {
                 "state": _shown(state),

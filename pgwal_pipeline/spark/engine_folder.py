@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import IO, Any
 import psutil
 
 from pgwal_pipeline.host.cache import check_private, user_cache
+
+_KEPT_SECONDS = 7 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +185,13 @@ class EngineFolder:
                 path.unlink(missing_ok=True)
 
     def clear_if_dead(self) -> None:
-        """Remove what an engine has left behind that was killed."""
+        """Remove what an engine has left behind that was killed, and the whole folder if it was not used for a week."""
         alive = self.be_the_engine()
         if alive is not None:
             with alive:
                 self.clear()
+                if time.time() - (self.used_at or 0.0) > _KEPT_SECONDS and not self.clients()[0]:
+                    shutil.rmtree(self.path, ignore_errors=True)
 
     def clear(self) -> None:
         """Remove what an engine leaves behind. Whoever calls this holds the lock of the engine."""

@@ -7,6 +7,7 @@ lake is gone, or when memory is scarce and nobody uses it. The JVM ends with thi
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -91,7 +92,10 @@ def _start(folder: EngineFolder, plan: Mapping[str, Any]) -> tuple[subprocess.Po
     write_private(folder.conf_file, "".join(f"{_escaped(name)} {_escaped(value)}\n" for name, value in conf.items()))
     program = str(spark_home() / "bin/spark-submit")
     command = [program, "--properties-file", str(folder.conf_file), "--master", plan["master"], "--class", SERVER_CLASS, "spark-internal"]
-    environment = {**os.environ, "SPARK_SUBMIT_OPTS": f"{os.environ.get('SPARK_SUBMIT_OPTS', '')} {JAVA_OPTIONS}".strip()}
+    options = os.environ.get("SPARK_SUBMIT_OPTS", "")
+    if not re.search(r"-XX:\+Use\w+GC", f"{options} {conf.get('spark.driver.extraJavaOptions')}"):
+        options = f"{options} {JAVA_OPTIONS}".strip()
+    environment = {**os.environ, "SPARK_SUBMIT_OPTS": options}
     with folder.log_file.open("ab") as log:
         jvm = spawn(command, log, death_signal=signal.SIGKILL, env=environment, cwd=folder.scratch)
     deadline = time.monotonic() + _START_SECONDS

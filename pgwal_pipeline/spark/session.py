@@ -9,10 +9,10 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pgwal_pipeline.host.cache import user_cache
-from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.messages.errors import LakeError, PgwalError
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.spark import class_archive, engine
 from pgwal_pipeline.spark.engine_folder import EngineFolder
@@ -101,6 +101,14 @@ def find_engine(settings: Settings) -> EngineFolder | None:
     if not uses_engine(settings) or not jars_at_hand(settings):
         return None
     return engine_settings(settings).folder
+
+
+def engine_status(settings: Settings) -> dict[str, Any]:
+    """Return what `pgwal engine status --json` prints; see `engine.status`. Without a Java nothing runs."""
+    try:
+        return engine.status(find_engine(settings))
+    except PgwalError:
+        return engine.status(None)
 
 
 def start_engine(settings: Settings, say: Callable[[str], None] = lambda _: None) -> None:
