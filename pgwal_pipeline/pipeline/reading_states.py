@@ -1,4 +1,4 @@
-"""What becomes of a table's state in the ledger while its rows are read."""
+"""Change a table's state in the ledger while its rows are read."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -8,12 +8,12 @@ from pgwal_pipeline.values.relation import TableName
 
 
 def first_of(states: Iterable[TableState]) -> dict[TableName, TableState]:
-    """Return the table that stands at each location now, whatever a drain beside has found it to be called."""
+    """Return the table that has each location now; a concurrent drain may have found a new name of it."""
     return {state.location: state for state in reversed(list(states)) if state.oid}
 
 
 def altered(known: TableState, seen: TableState) -> bool:
-    """Whether a drain beside has found something about a table since it was looked up for a reading."""
+    """Return whether a concurrent drain has recorded a change of a table since `seen`."""
     return (known.oid, known.state, known.reason, known.storage, known.joined_xid) != (
         seen.oid,
         seen.state,
@@ -24,7 +24,7 @@ def altered(known: TableState, seen: TableState) -> bool:
 
 
 def begun(known: TableState, state: TableState) -> TableState:
-    """The table's state from when its reading has begun; what the stream has said of it meanwhile stays."""
+    """Return the table's state once its reading has begun; what a drain has recorded meanwhile stays."""
     return replace(
         known,
         state=state.state,
@@ -37,6 +37,6 @@ def begun(known: TableState, state: TableState) -> TableState:
 
 
 def whole(known: TableState, state: TableState, required_lsn: int) -> TableState:
-    """The table's state once every chunk is there; what the stream has said of its columns meanwhile stays."""
+    """Return the table's state once every chunk has been read; what a drain has recorded of its columns meanwhile stays."""
     whole = replace(known.mended(), state="ready", reading=None, joined_xid=None)
     return replace(whole, generation=state.reading, required_lsn=required_lsn)

@@ -30,13 +30,13 @@ from pgwal_pipeline.values.relation import TableName
 
 _ROW_BYTES = 28  # at least, of a row in its table's file
 _MOST_BYTES = 1 << 20  # on disk, of a table that is read together with others
-_LOOK_EVERY = 0.5  # seconds between looks at what the workers have read
-_ATTEMPTS = 4  # at tables whose connection breaks
-_PAUSE = 1.0  # seconds before the second attempt, doubled for each one after it
+_CHECK_EVERY = 0.5  # seconds between checks of what the workers have read
+_ATTEMPTS = 4  # for tables whose connection breaks
+_PAUSE = 1.0  # seconds before the second attempt, doubled for each later one
 
 
 def most_bytes(settings: Settings) -> int:
-    """Return up to which size on disk a table is small: it has fewer rows than a chunk then."""
+    """Return the largest size on disk, in bytes, of a small table: it has fewer rows than a chunk."""
     return min(_MOST_BYTES, settings.snapshot_chunk_rows * _ROW_BYTES)
 
 
@@ -64,17 +64,17 @@ class SmallTable:
 
     @property
     def open(self) -> bool:
-        """Whether it still has to be read."""
+        """Return whether the table still has to be read."""
         return not (self.read or self.busy or self.error)
 
     def report(self) -> SnapshotReport:
-        """What was read of it."""
+        """Return what was read of the table."""
         return SnapshotReport(self.state.table, self.chunk.rows, self.chunk.bytes, 1, self.seconds, self.began)
 
 
 def begun_state(seen: TableState, published: PublishedTable) -> TableState:
     """Return the state of a table of which a new reading begins."""
-    # While one in error is read again, it is in no publish: what it missed until then is in its new rows alone.
+    # A table in error must not be published meanwhile: the changes that raw lacks are only in its new rows.
     visible = "ready" if seen.published is not None and seen.state != "error" else "snapshotting"
     relation = published.relation
     return replace(seen, state=visible, reason=None, reading=uuid.uuid4().hex, joined_xid=None, relation=relation, key=relation.key)
@@ -103,7 +103,7 @@ class SmallTables:
             try:
                 pending = {pool.submit(self._read_part, self.tables[number::count]) for number in range(count)}
                 while pending:
-                    finished, pending = wait(pending, _LOOK_EVERY, FIRST_COMPLETED)
+                    finished, pending = wait(pending, _CHECK_EVERY, FIRST_COMPLETED)
                     for future in finished:
                         future.result()
                     done = sum(not table.open for table in self.tables)
@@ -112,7 +112,7 @@ class SmallTables:
             finally:
                 self._stopped = True
         give_back()
-        # TRUNCATE and rewriting DDL are not MVCC-safe: only what was written after the last read is surely in the stream alone.
+        # TRUNCATE and rewriting DDL are not MVCC-safe: a read may show those that come after its snapshot, up to its end.
         required = catalog.insert_lsn(self.conn)
 
         def finished_state(known: TableState, table: SmallTable) -> TableState | None:

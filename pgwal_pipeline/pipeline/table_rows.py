@@ -1,4 +1,4 @@
-"""The rows of tables as Arrow, a piece at a time: one thread reads and decodes while the caller writes."""
+"""Read the rows of tables as Arrow, in pieces: one thread reads and decodes while the caller writes."""
 
 import threading
 from collections import deque
@@ -18,7 +18,7 @@ _AHEAD_BYTES = 4 << 20  # that may wait for the writer: one piece of a large tab
 
 
 class _Abandoned(Exception):
-    """The writer takes no more."""
+    """Raised in the reading thread when the caller has stopped iterating."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def exported_snapshot(dsn: str) -> Iterator[str | None]:
 
 
 def seem_small(conn: Connection, oids: Collection[int], most_bytes: int) -> frozenset[int]:
-    """Return those of the plain tables `oids` that take at most `most_bytes` by the catalog's estimate. It waits for no lock."""
+    """Return those of the plain tables `oids` that have at most `most_bytes` by the catalog's estimate. Waits for no lock."""
     try:
         rows = conn.execute(
             """SELECT oid::int8 FROM pg_catalog.pg_class
@@ -159,9 +159,9 @@ def estimated_size(conn: Connection, relation: Relation) -> tuple[int, int]:
 
 
 class ChunkReader:
-    """Reads ranges of tables one after another in one transaction, so under one snapshot: of its own, or with `exported_snapshot` that one.
+    """Reads ranges of tables one after another in one transaction under one snapshot: a new one, or `exported_snapshot`.
 
-    For one thread. After an error it reads nothing more; closing it ends the transaction.
+    For one thread, as a context manager, whose end ends the transaction. After an error it must not be used again.
     """
 
     def __init__(self, dsn: str, exported_snapshot: str | None = None) -> None:
@@ -181,10 +181,11 @@ class ChunkReader:
         self._conn.close()
 
     def begin_together(self, relations: Collection[Relation], most_bytes: int) -> frozenset[int]:
-        """Begin the transaction for several small tables, and return the oids of those that may be read in it.
+        """Begin the transaction for several small tables, and return the OIDs of those that may be read in it.
 
         Left out are tables that another session has locked, that LOCK TABLE refuses, or that take more than `most_bytes` on disk. The
-        others stay locked until the end, so none is altered or truncated between the snapshot and its read.
+        others stay locked until the transaction ends, so none is altered or truncated between the snapshot and its read. Raises
+        SourceUnavailable if the connection breaks.
         """
         locked: list[Relation] = []
 
@@ -195,7 +196,7 @@ class ChunkReader:
         try:
             self._conn.execute(_SETTINGS_TOGETHER.encode())
             self._snapshot = begin_snapshot(self._conn, lock)
-            # The size of a table that is called otherwise by now is not asked for: it is not locked, and the question would wait.
+            # The size of a table with another name now is not looked up: that table is not locked, and the query would wait for its lock.
             sizes = self._conn.execute(
                 """SELECT t.oid, CASE WHEN pg_catalog.to_regclass(t.name)::oid::int8 = t.oid
                                       THEN pg_catalog.pg_table_size(t.oid::oid::regclass) END
@@ -207,7 +208,7 @@ class ChunkReader:
         return frozenset(oid for oid, size in sizes if size is not None and size <= most_bytes)
 
     def _locked(self, relations: Sequence[Relation]) -> list[Relation]:
-        """Those of `relations` that could be locked without waiting."""
+        """Lock tables without waiting, and return those of `relations` for which that succeeded."""
         if not relations:
             return []
         names = ", ".join(f"ONLY {relation.table}" for relation in relations)
@@ -249,12 +250,14 @@ class ChunkReader:
             if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
                 conn.execute(BYTES_AS_THEY_ARE.encode())
             rows, size = _copy_out(conn, statement, on_rows, largest_row, relation)
-            # The LSN after the read, not that of its snapshot: a read sees TRUNCATE and rewriting DDL even if they came later.
+            # The LSN after the read, not that of its snapshot: a read sees TRUNCATE and DDL that rewrites the table even if they came
+            # later.
             lsn = insert_lsn(conn)
-            # Names are looked up as they are now, not as of the snapshot. The lock on the table prevents renames until the end.
+            # Names are looked up as they are now, not as of the snapshot. The lock on the table prevents renames until the transaction
+            # ends.
             if conn.execute("SELECT pg_catalog.to_regclass(%s)::oid::int8", [str(relation.table)]).fetchall()[0][0] != relation.oid:
                 raise TableChanged(
-                    str(relation.table), f"Table {relation.table} was renamed or made anew while it was read; read it again."
+                    str(relation.table), f"Table {relation.table} was renamed or replaced by another while it was read; read it again."
                 )
         except psycopg2.Error as error:
             if self._together and isinstance(error, errors.LockNotAvailable):
@@ -282,9 +285,7 @@ def _copy_statement(conn: Connection, relation: Relation, bounds: ChunkBounds, b
     elif bounds.lower is not None or bounds.upper is not None:
         order = key_order(conn, relation)
         if order is None:
-            raise TableChanged(
-                str(relation.table), f"Table {relation.table} has lost the index of its key while it was read; read it again."
-            )
+            raise TableChanged(str(relation.table), f"Table {relation.table} lost the index of its key while it was read; read it again.")
         if bounds.lower is not None and bounds.lower == bounds.upper:
             conditions.append(order.equal(bounds.lower))
         else:
@@ -305,7 +306,7 @@ def _fields(conn: Connection, relation: Relation, binary: Collection[int]) -> li
     ).fetchall()
     if not rows or (rows[0][0], rows[0][1]) != (relation.table.schema, relation.table.name):
         raise TableChanged(
-            str(relation.table), f"Table {relation.table} was dropped, renamed or made anew while it was read; read it again."
+            str(relation.table), f"Table {relation.table} was dropped, renamed or replaced by another while it was read; read it again."
         )
     if rows[0][2]:
         raise _hidden_rows(relation, conn)
@@ -482,7 +483,7 @@ def _read_error(error: psycopg2.Error, relation: Relation, conn: Connection) -> 
     if not isinstance(found, SourceRefused):
         return found
     # The statement reads only this table, so the cause is there: a damaged block, a row too large for the source, a function that fails.
-    return TableError(str(table), f"{found} Mend it there, then run `pgwal resnapshot '{table}'`.", relation.oid, "read")
+    return TableError(str(table), f"{found} Fix it there, then run `pgwal resnapshot '{table}'`.", relation.oid, "read")
 
 
 def _hidden_rows(relation: Relation, conn: Connection) -> TableError:
