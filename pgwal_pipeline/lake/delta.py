@@ -143,9 +143,12 @@ def create_table(
             commit_properties=CommitProperties(max_commit_retries=0),
         )
     except DeltaError as error:
-        if not isinstance(error, CommitFailedError) and (standing := open_table(lake, uri)) is not None and not _holds(standing, actions):
-            raise CommitFailedError(f"another writer was faster at {uri}") from error
-        raise
+        standing = open_table(lake, uri)
+        # The store may have done the commit without an answer.
+        if standing is None or not _holds(standing, actions):
+            if standing is not None and not isinstance(error, CommitFailedError):
+                raise CommitFailedError(f"another writer was faster at {uri}") from error
+            raise
     flush_commits(lake, uri, -1, 0)
 
 
