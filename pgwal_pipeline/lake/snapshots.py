@@ -88,12 +88,15 @@ class SnapshotWriter:
             chunk.discard()
             raise
 
-    def commit(self, staged: "Staged") -> ChunkWrite:
-        """Commit the files of an attempt. Raises TableError if the snapshot table has a column with another type, LakeError."""
+    def commit(self, staged: "Staged", *, creating: bool = False) -> ChunkWrite:
+        """Commit the files of an attempt; with `creating`, a missing table is created in the same commit.
+
+        Raises TableError if the snapshot table has a column with another type, LakeError.
+        """
         try:
             if staged.schema is not None:
                 with lake_errors(self._uri):
-                    self._commit(staged.schema, staged.files)
+                    self._commit(staged.schema, staged.files, creating)
         except BaseException:
             for file in staged.files:
                 discard_file(self._lake, f"{self._folder}/{file.path}")
@@ -124,12 +127,12 @@ class SnapshotWriter:
                 storage_options=storage_options(self._lake.uri),
             )
 
-    def _commit(self, schema: pa.Schema, files: Collection[FileWrite]) -> None:
+    def _commit(self, schema: pa.Schema, files: Collection[FileWrite], creating: bool) -> None:
         wanted = partitioned_schema(schema, GENERATION)
         actions = [add_action(file, {GENERATION: self._generation}) for file in files]
         for _ in range(ATTEMPTS):
             try:
-                if actions and open_table(self._lake, self._uri) is None:
+                if creating and actions and open_table(self._lake, self._uri) is None:
                     create_table(self._lake, self._uri, wanted, actions, partition_by=[GENERATION], configuration=_CONFIGURATION)
                     return
                 table = ensure_table(self._lake, self._uri, wanted, partition_by=[GENERATION], configuration=_CONFIGURATION)

@@ -205,7 +205,7 @@ class SmallTables:
         assert table.staged is not None
         try:
             with table_work(self.ledger.lake, table.state.table, "read", oid=table.state.oid):
-                table.writer.commit(table.staged)
+                table.writer.commit(table.staged, creating=True)
         except TableError as error:
             table.error = error
         table.seconds = time.time() - table.began
