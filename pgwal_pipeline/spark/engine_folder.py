@@ -190,7 +190,7 @@ class EngineFolder:
         if alive is not None:
             with alive:
                 self.clear()
-                if time.time() - (self.used_at or 0.0) > _KEPT_SECONDS and not self.clients()[0]:
+                if time.time() - self.path.stat().st_mtime > _KEPT_SECONDS and not self.clients()[0]:
                     shutil.rmtree(self.path, ignore_errors=True)
 
     def clear(self) -> None:
