@@ -27,7 +27,7 @@ def against_merge(rows: int, changed: int, rounds: int) -> Result:
     with server() as postgres, tempfile.TemporaryDirectory() as folder:
         dsn = make_database(postgres, "bench")
         make_tables(dsn, 1)
-        settings = Settings.from_environment({}, source_dsn=dsn, lake=str(Path(folder, "lake")), publication=PUBLICATION)
+        settings = Settings.from_environment({}, source_dsn=dsn, lake=str(Path(folder, "lake")), publication=PUBLICATION, spark_idle=0)
         _sql(dsn, f"INSERT INTO {_TABLE} SELECT {values('n')} FROM generate_series(1::bigint, {rows}) n")
         spark = spark_session(settings)
         bootstrap(settings, progress=Silent())

@@ -266,6 +266,7 @@ def status(as_json: bool) -> None:
             else f"{slot['name']} confirmed {slot['confirmed_flush_lsn']}, {slot['lag_bytes']:,} bytes behind, WAL {slot['wal_status']}"
         )
         yield f"frontier  {answer['frontier'] or 'none yet'}"
+        yield f"engine    {_engine_line(answer['engine'])}"
         publish = answer["publish"]
         yield "published " + ("nothing yet" if publish is None else f"{publish['lsn']} at {publish['published_at']}")
         for window in answer.get("windows", ()):
@@ -367,6 +368,66 @@ def drop(yes: bool, as_json: bool) -> None:
         yield f"dropped {', '.join(dropped)}" if dropped else "nothing to drop"
 
     _answer(as_json, {"dropped": dropped}, lines)
+
+
+@main.group()
+def engine() -> None:
+    """The warm Spark engine of this machine, which runs and commands share."""
+
+
+@engine.command("status")
+@_json_option
+@_command
+def show_engine(as_json: bool) -> None:
+    """Show whether the engine for these settings is running."""
+    from pgwal_pipeline.spark.session import engine_status
+
+    with _quiet_stdout():
+        answer = engine_status(_settings())
+    _answer(as_json, answer, lambda: iter([_engine_line(answer)]))
+
+
+@engine.command("start")
+@_json_option
+@_command
+def start_engine(as_json: bool) -> None:
+    """Start the engine, and wait until it takes sessions."""
+    with _quiet_stdout():
+        settings = _settings()
+        from pgwal_pipeline.messages.errors import SettingError
+        from pgwal_pipeline.spark.session import engine_status, spark_session, uses_engine
+
+        if not uses_engine(settings):
+            raise SettingError(
+                "There is no engine for these settings: it needs a PGWAL_SPARK_MASTER such as local[*], a PGWAL_SPARK_IDLE above 0, and no "
+                "PGWAL_SPARK_REMOTE."
+            )
+        spark_session(settings, say=lambda text: click.echo(text, err=True))
+        answer = engine_status(settings)
+    _answer(as_json, answer, lambda: iter([_engine_line(answer)]))
+
+
+@engine.command("stop")
+@_json_option
+@_command
+def stop_engine(as_json: bool) -> None:
+    """End the engine now, also beneath runs that use it. The next run starts one again."""
+    with _quiet_stdout():
+        from pgwal_pipeline.spark.engine import stop
+        from pgwal_pipeline.spark.session import engine_status, find_engine
+
+        settings = _settings()
+        folder = find_engine(settings)
+        stopped = folder is not None and stop(folder)
+        answer = {**engine_status(settings), "stopped": stopped}
+    _answer(as_json, answer, lambda: iter(["stopped" if stopped else "not running"]))
+
+
+def _engine_line(engine: dict[str, Any]) -> str:
+    if not engine["running"]:
+        return "not running"
+    used = "" if engine["used_at"] is None else f", used last at {engine['used_at']}"
+    return f"{engine['remote']}, process {engine['pid']}, since {engine['since']}{used}"
 
 
 @main.command()

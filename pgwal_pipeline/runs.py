@@ -1,23 +1,16 @@
 """The commands as Dagster runs: the same jobs as in the UI, executed by this process and recorded in the same instance."""
 
 import contextvars
-import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import dagster as dg
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-from yaml import YAMLError
-
-from pgwal_pipeline.asset_specs import REPORT
-from pgwal_pipeline.components.dagster_internals import configure_logging_once
-from pgwal_pipeline.components.processes import process_tags
+from pgwal_pipeline import quiet
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.messages import progress
@@ -27,15 +20,15 @@ from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline.reports import RunReport
 from pgwal_pipeline.pipeline.status import lag
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline.values.lsn import window_key
 from pgwal_pipeline.values.relation import TableName
 
-_QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+if TYPE_CHECKING:
+    from pgwal_pipeline.runner import Runner
+
 _ROUNDS = 3
 _LOOK_EVERY = 1.0  # seconds between readings of the lag while a snapshot is read
 _LOOK_AGAIN = 10.0  # the same, after a reading or a drain that failed
 _TRIES = 10  # consecutive tries of a drain while a snapshot is read
-_CONFIGURED = {"snapshot": "take_snapshots", "verify": "verify_current"}
 
 Part = Mapping[str, Any]
 
@@ -65,11 +58,16 @@ def sync(settings: Settings) -> RunReport:
     """Run the main job: bootstrap, snapshot the tables that need it while drains go on, drain to the target LSN, publish.
 
     Tables that have to wait for old transactions are read last, after everything else has been published. If the source is away, what raw
-    holds is published first, then SourceUnavailable is raised.
+    holds is published first, then SourceUnavailable is raised. While nothing has been committed there is no run.
     """
+    dagster_home()
+    with progress.Terminal() as terminal:
+        before = quiet.sync(settings, progress=terminal)
+    if before.done:
+        return RunReport.join(before.parts)
     try:
         with _jobs(settings) as run:
-            parts = [run.prepared, *_rounds(settings, run)]
+            parts = [run.prepared, *(part for window in before.windows for part in run("drain", window)), *_rounds(settings, run)]
             return RunReport.join([*parts, *_what_waited(settings, run, parts)])
     except SourceUnavailable as error:
         if Ledger(Lake(settings.lake)).frontier() is None:
@@ -79,7 +77,7 @@ def sync(settings: Settings) -> RunReport:
         raise SourceUnavailable(f"{error}{at}") from error
 
 
-def _rounds(settings: Settings, run: "_Runner") -> list[Part]:
+def _rounds(settings: Settings, run: "Runner") -> list[Part]:
     """Snapshot, drain and publish; repeat if the drain finds that a table was altered and has to be read again.
 
     A table that is still to be read after three rounds is left for a later run, and so is one that waits for old transactions.
@@ -94,7 +92,7 @@ def _rounds(settings: Settings, run: "_Runner") -> list[Part]:
     return parts
 
 
-def _what_waited(settings: Settings, run: "_Runner", parts: Sequence[Part], config: Mapping[str, Any] | None = None) -> list[Part]:
+def _what_waited(settings: Settings, run: "Runner", parts: Sequence[Part], config: Mapping[str, Any] | None = None) -> list[Part]:
     """Wait for the transactions that keep tables from being read, then read and publish these tables. Return no parts if none wait."""
     unread = RunReport.join(parts).unread
     if not unread:
@@ -142,17 +140,21 @@ def _read_again(settings: Settings) -> Part:
     return {"warnings": [f"Table {state.table}: {state.reason}." for state in states if state.state == "pending" and state.reason]}
 
 
-def _drain(settings: Settings, run: "_Runner", job: str) -> list[Part]:
+def _drain(settings: Settings, run: "Runner", job: str) -> list[Part]:
     """Run `job` for the window that ends at the source's flush LSN. If that is not past the frontier, no new window is made."""
-    target = drains.next_target(settings)
+    reading = lag(settings)
+    target = reading.flush_lsn
     frontier = Ledger(Lake(settings.lake)).frontier()
     if frontier is None or target > frontier:
-        return run(job, target)
-    settled = drains.drain(settings, end_lsn=frontier, progress=progress.Silent()).to_json()
-    return [settled, *(run("publish") if job == "sync" else [])]
+        parts = run(job, target)
+    else:
+        settled = drains.drain(settings, end_lsn=frontier, progress=progress.Silent()).to_json()
+        parts = [settled, *(run("publish") if job == "sync" else [])]
+    quiet.remember(settings, reading)
+    return parts
 
 
-def _snapshot_beside_drains(settings: Settings, run: "_Runner", config: Mapping[str, Any]) -> list[Part]:
+def _snapshot_beside_drains(settings: Settings, run: "Runner", config: Mapping[str, Any]) -> list[Part]:
     """Read the tables that need it, and drain whenever the lag reaches PGWAL_LAG_THRESHOLD, so that the slot keeps no more WAL than usual.
 
     If tables are published already, each drain also publishes, and one is due when the last is older than PGWAL_MAX_STALENESS. A drain that
@@ -192,96 +194,19 @@ def _snapshot_beside_drains(settings: Settings, run: "_Runner", config: Mapping[
         return parts
 
 
-class _Runner:
-    """Executes jobs of this code location in one instance. `prepared` holds the warnings from before the first run.
-
-    `progress` is the terminal, for messages that belong to no run.
-    """
-
-    def __init__(
-        self, definitions: dg.Definitions, instance: dg.DagsterInstance, warnings: Sequence[str], progress: progress.Progress
-    ) -> None:
-        self._definitions = definitions
-        self._instance = instance
-        self.progress = progress
-        self.prepared: Part = {"warnings": list(warnings)}
-
-    def __call__(self, job_name: str, target: int | None = None, config: Mapping[str, Any] | None = None) -> list[Part]:
-        """Run a job to its end, for the window that ends at the LSN `target` if given; return its steps' reports in their order.
-
-        Raises the PgwalError that ended the run.
-        """
-        job = self._definitions.resolve_job_def(job_name)
-        key = None if target is None else window_key(target)
-        if key is not None and isinstance(job.partitions_def, dg.DynamicPartitionsDefinition) and job.partitions_def.name is not None:
-            self._instance.add_dynamic_partitions(job.partitions_def.name, [key])
-        ops = {"ops": {_CONFIGURED[job_name]: {"config": dict(config)}}} if config else {}
-        try:
-            result = job.execute_in_process(run_config={**_QUIET, **ops}, instance=self._instance, partition_key=key, tags=process_tags())
-        except Exception as error:
-            raise _cause(error) from error
-        return _parts(result.all_events)
-
-
-def _parts(events: Iterable[dg.DagsterEvent]) -> list[Part]:
-    """Return the reports that the steps of a run recorded."""
-    return [
-        metadata[REPORT].value  # pyright: ignore[reportReturnType]
-        for event in events
-        if event.is_asset_observation and REPORT in (metadata := event.asset_observation_data.asset_observation.metadata)
-    ]
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return the pipeline's own error behind what Dagster raised, or the error itself."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, PgwalError):
-            return seen
-        seen = seen.__cause__ or seen.__context__
-    if isinstance(error, dg.Failure):
-        return PgwalError(error.description or "The run failed.")
-    return error
-
-
 class _Prepare(Protocol):
     def __call__(self, settings: Settings, *, progress: progress.Progress) -> object: ...
 
 
 @contextmanager
-def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap) -> Iterator[_Runner]:
+def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap) -> "Iterator[Runner]":
     """Give a runner of the code location's jobs. They are loaded after `prepare` has set up the source, so that they know every table."""
     home = dagster_home()
-    logging.getLogger("dagster").setLevel(logging.CRITICAL)
-    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # it logs a KeyboardInterrupt, though it also passes it on
     with progress.Terminal() as terminal, progress.watched_by(terminal):
         noted = progress.Noted(terminal)
         if prepare is not None:
             prepare(settings, progress=noted)
-        from pgwal_pipeline.definitions import defs
+        from pgwal_pipeline.runner import runner
 
-        with _instance(home) as instance:
-            configure_logging_once(instance)
-            yield _Runner(defs(), instance, noted.warnings, terminal)
-
-
-@contextmanager
-def _instance(home: Path) -> Iterator[dg.DagsterInstance]:
-    """Open Dagster's instance in `home`. Raises PgwalError if it cannot be opened, or if its databases fail within the block."""
-    with ExitStack() as stack:
-        try:
-            instance = stack.enter_context(dg.DagsterInstance.get())
-        except (dg.DagsterError, YAMLError, SQLAlchemyError) as error:
-            raise _unusable(home, error) from error
-        try:
-            yield instance
-        except SQLAlchemyError as error:
-            raise _unusable(home, error) from error
-
-
-def _unusable(home: Path, error: Exception) -> PgwalError:
-    said = " ".join(str(error.orig if isinstance(error, DBAPIError) else error).split())[:200].rstrip(".")
-    return PgwalError(
-        f"Dagster's instance in {home} cannot be used ({said}): repair it, or move that folder away, which loses only the history "
-        f"of the runs; what was drained and published is in the lake."
-    )
+        with runner(settings, home, noted.warnings, terminal) as run:
+            yield run

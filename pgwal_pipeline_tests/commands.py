@@ -23,6 +23,7 @@ class Commands:
             "PGWAL_SLOT": "cli_test",
             "PGWAL_PUBLICATION": "cli_test",
             "PGWAL_BUSY_TIMEOUT": "3s",
+            "PGWAL_SPARK_IDLE": "0",
             "DAGSTER_HOME": str(folder / "dagster"),
         }
 

@@ -53,6 +53,8 @@ _MATRIX += [pytest.param(version, id=f"docker{version}", marks=[pytest.mark.matr
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set what this run and all programs that its tests start go by: what a Spark starts with, and where temporary files are."""
+    # A session per run, but where a test says otherwise: engines would outlive their tests.
+    os.environ["PGWAL_SPARK_IDLE"] = "0"
     os.environ["SPARK_SUBMIT_OPTS"] = f"{os.environ.get('SPARK_SUBMIT_OPTS', '')} {_QUICK_JAVA}".strip()
     if "TMPDIR" not in os.environ and _has_room(_MEMORY):
         os.environ["TMPDIR"] = os.environ["SPARK_LOCAL_DIRS"] = tempfile.tempdir = str(_MEMORY)
@@ -211,7 +213,7 @@ def make_pipeline(source: Source, tmp_path: Path) -> Callable[..., Pipeline]:
     def make(**overrides: Any) -> Pipeline:
         name = f"t_{uuid.uuid4().hex[:10]}"
         values = {"source_dsn": source.dsn, "slot": name, "publication": name, "lake": str(tmp_path / "lake")}
-        values |= {"busy_timeout": 20, "blocked_timeout": 20}
+        values |= {"busy_timeout": 20, "blocked_timeout": 20, "spark_idle": 0}
         settings = Settings.from_environment({}, **(values | overrides))
 
         def no_spark() -> Any:

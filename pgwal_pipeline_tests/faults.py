@@ -47,3 +47,15 @@ def at_each_pass(monkeypatch: pytest.MonkeyPatch, point: str, act: Callable[[int
             act(passed - 1)
 
     monkeypatch.setattr(failpoints, "hit", hit)
+
+
+def at_the_first(monkeypatch: pytest.MonkeyPatch, point: str, act: Callable[[], object]) -> None:
+    """Call `act` when a snapshot first passes the failpoint."""
+    passed: list[str] = []
+
+    def hit(name: str) -> None:
+        if name == point and not passed:
+            passed.append(name)
+            act()
+
+    monkeypatch.setattr(failpoints, "hit", hit)

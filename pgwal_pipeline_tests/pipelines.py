@@ -91,6 +91,7 @@ class Pipeline:
             "PGWAL_LAKE": self.settings.lake,
             "PGWAL_SLOT": self.settings.slot,
             "PGWAL_PUBLICATION": self.settings.publication,
+            "PGWAL_SPARK_IDLE": "0",
             "PGWAL_SPARK_CONF": json.dumps({"spark.driver.memory": "1g", **PARTS}),
             "PGWAL_SNAPSHOT_CHUNK_ROWS": str(self.settings.snapshot_chunk_rows),
             "DAGSTER_HOME": str(Path(self.settings.lake).parent / "dagster"),
@@ -118,6 +119,16 @@ DRAIN = "from pgwal_pipeline.pipeline.drain import drain\ndrain(settings, progre
 def killed(pipeline: Pipeline, code: str, point: str, **environment: str) -> None:
     done = pipeline.child(code, environment={"PGWAL_FAILPOINTS": f"{point}=kill", **environment})
     assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def read_once(source: Source, pipeline: Pipeline) -> None:
+    """A table that has been read whole, and changes since that are not drained."""
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, v int); INSERT INTO t SELECT i, 0 FROM generate_series(1, 10) i")
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    pipeline.snapshot()
+    pipeline.drain()
+    assert snapshots.needed(pipeline.settings) == ()
+    source.sql("INSERT INTO t VALUES (11, 0)")
 
 
 def ids_in_raw(pipeline: Pipeline) -> list[int]:

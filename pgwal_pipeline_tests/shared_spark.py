@@ -61,7 +61,7 @@ def spark_settings(lake: str, memory: str = "2g", port: int | None = None) -> Se
         "spark.connect.grpc.binding.address": "127.0.0.1",
         "spark.connect.grpc.binding.port": str(port or free_port()),
     }
-    return Settings(lake=lake, spark_master="local[2]", spark_conf=conf)
+    return Settings(lake=lake, spark_master="local[2]", spark_conf=conf, spark_idle=0)
 
 
 def started(folder: Path, run: int) -> Mapping[str, Any]:

@@ -125,6 +125,16 @@ class Source:
         self.wait_for_slot(name)
         self.sql("SELECT pg_drop_replication_slot(%s)", name)
 
+    def lose_slot(self, name: str, *statements: str) -> None:
+        """Write WAL, with `statements` each time, until the server gives a slot up; its `max_slot_wal_keep_size` must be small."""
+
+        def lost() -> bool:
+            for statement in (*statements, "SELECT pg_switch_wal()", "CHECKPOINT"):
+                self.sql(statement)
+            return self.value("SELECT wal_status FROM pg_replication_slots WHERE slot_name = %s", name) == "lost"
+
+        wait_for(lost, what="the slot to be lost")
+
     def dsn_of(self, user: str, password: str | None = None) -> str:
         """The DSN of the same database for another role."""
         parts = {name: value for name, value in parse_dsn(self.dsn).items() if name != "password"}

@@ -1,12 +1,14 @@
 """The commands as a user runs them: processes of their own, JSON on stdout, one sentence on stderr, exit codes."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from pgwal_pipeline.values.lsn import parse_lsn
@@ -238,3 +240,16 @@ def test_interrupted_sync_ends_clean(
     commands.environment["PGWAL_SPARK_REMOTE"] = request.getfixturevalue("connect_address")
     assert commands.json("sync")["publish"] is not None
     assert source.value("SELECT count(*) FROM pg_replication_slots WHERE active AND slot_name = 'cli_test'") == 0
+
+
+def test_dagsters_folder_is_no_part_of_what_is_true(source: Source, tmp_path: Path) -> None:
+    """With DAGSTER_HOME wiped the next command goes on where the last one ended."""
+    source.sql("CREATE TABLE t (id int PRIMARY KEY)")
+    commands = Commands(tmp_path, source.dsn)
+    commands.json("drain")
+    source.sql("INSERT INTO t VALUES (1)")
+    assert commands.json("drain")["changes"] == 1
+    source.sql("INSERT INTO t VALUES (2)")
+    shutil.rmtree(tmp_path / "dagster")
+    assert commands.json("drain")["changes"] == 1
+    assert sorted(pl.read_delta(str(tmp_path / "lake/raw/public/t"))["id"].to_list()) == [1, 2]

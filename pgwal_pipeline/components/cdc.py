@@ -11,8 +11,9 @@ from dagster.components import DefsStateConfig, DefsStateConfigArgs
 
 from pgwal_pipeline import known_tables
 from pgwal_pipeline.asset_specs import AssetNames, AssetSpecs
+from pgwal_pipeline.components.checks import build_health_check
 from pgwal_pipeline.components.dagster_internals import loading, state_is_missing
-from pgwal_pipeline.components.jobs import build_jobs
+from pgwal_pipeline.components.jobs import Steps, build_jobs
 from pgwal_pipeline.components.resources import DSN_VARIABLE, LakeSpark, ReplicationSlot, settings_for, settings_without_source
 from pgwal_pipeline.components.sensors import build_lag_sensor, build_new_table_sensor, build_schedules
 from pgwal_pipeline.components.source import CdcSource
@@ -79,27 +80,39 @@ class PostgresCdcComponent(dg.StateBackedComponent, dg.Resolvable):
         except PgwalError:
             return ()
 
-    def _definitions(self, tables: tuple[KnownTable, ...]) -> dg.Definitions:
+    def jobs(self) -> dg.Definitions:
+        """Build the jobs alone, for a process that only runs them: with many tables the assets take longer to build than a run."""
+        source = self._source(self._remembered())
+        return dg.Definitions(jobs=build_jobs(source, Steps.of(source)).all(), resources=self._resources(source))
+
+    def _source(self, tables: tuple[KnownTable, ...]) -> CdcSource:
         settings = settings_without_source(self.settings)
         specs = AssetSpecs(
             AssetNames(settings.slot, tuple(self.key_prefix)), Lake(settings.lake), tuple(self.owners), _slot_fails_after(settings)
         )
-        source = CdcSource(self.name, settings, specs, tables)
-        jobs, assets = build_jobs(source)
+        return CdcSource(self.name, settings, specs, tables)
+
+    def _resources(self, source: CdcSource) -> dict[str, dg.ConfigurableResource]:
+        return {
+            source.slot_key: ReplicationSlot(dsn_variable=self.dsn_variable, overrides=dict(self.settings)),
+            source.spark_key: LakeSpark(overrides=dict(self.settings)),
+        }
+
+    def _definitions(self, tables: tuple[KnownTable, ...]) -> dg.Definitions:
+        source = self._source(tables)
+        steps = Steps.of(source)
+        jobs, graph = build_jobs(source, steps), steps.in_graph()
         return dg.Definitions(
             assets=[
-                specs.slot(settings.publication),
-                *(specs.source(known) for known in tables),
-                *(step for step in assets if not isinstance(step, dg.AssetChecksDefinition)),
+                source.assets.slot(source.settings.publication),
+                *(source.assets.source(known) for known in tables),
+                *(step for step in graph if not isinstance(step, dg.AssetChecksDefinition)),
             ],
-            asset_checks=[step for step in assets if isinstance(step, dg.AssetChecksDefinition)],
+            asset_checks=[build_health_check(source), *(step for step in graph if isinstance(step, dg.AssetChecksDefinition))],
             jobs=jobs.all(),
             sensors=[build_lag_sensor(source, jobs), build_new_table_sensor(source, jobs)],
             schedules=build_schedules(source, jobs),
-            resources={
-                source.slot_key: ReplicationSlot(dsn_variable=self.dsn_variable, overrides=dict(self.settings)),
-                source.spark_key: LakeSpark(overrides=dict(self.settings)),
-            },
+            resources=self._resources(source),
         )
 
 

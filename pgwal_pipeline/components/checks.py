@@ -14,7 +14,7 @@ from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slo
 from pgwal_pipeline.components.steps import Step
 from pgwal_pipeline.messages import progress
 from pgwal_pipeline.messages.amounts import duration
-from pgwal_pipeline.pipeline.reports import LagReading, TableComparison, VerifyReport, publish_json
+from pgwal_pipeline.pipeline.reports import LagReading, TableComparison, VerifyReport
 from pgwal_pipeline.postgres.slot_loss import LEAST_NOTICE, seconds_to_loss
 from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import TableName
@@ -78,18 +78,50 @@ def build_health_check(source: CdcSource) -> dg.AssetChecksDefinition:
         required_resource_keys={source.slot_key},
     )
     def slot_health(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        step = context.op_execution_context
-        slot = slot_of(step, source)
-        with at_work(step, {}):
-            first = slot.flushed()
-            time.sleep(_RATE_SECONDS)
-            reading = slot.lag()
-        verdict = judge_health(source.settings.slot, reading, (reading.flush_lsn - first) / _RATE_SECONDS)
+        verdict = _measured(context.op_execution_context, source)
         return dg.AssetCheckResult(
             passed=verdict.passed, severity=verdict.severity, description=verdict.sentence, metadata=verdict.metadata
         )
 
     return slot_health
+
+
+def build_health_op(source: CdcSource) -> dg.OpDefinition:
+    """Build the op of a job that runs the check `health`."""
+
+    @dg.op(
+        name=source.named("check_slot"),
+        description="Runs the check `health` of the slot.",
+        required_resource_keys={source.slot_key},
+        ins={"before": dg.In(dg.Nothing)},
+        out=dg.Out(dg.Nothing),
+    )
+    def check_slot(context: dg.OpExecutionContext) -> Iterator[dg.AssetCheckEvaluation | dg.Output[None]]:
+        yield health_evaluation(source, _measured(context, source))
+        yield dg.Output(None)
+
+    return check_slot
+
+
+def health_evaluation(source: CdcSource, verdict: Verdict) -> dg.AssetCheckEvaluation:
+    """Return a verdict as the event of the check `health`."""
+    return dg.AssetCheckEvaluation(
+        asset_key=source.names.slot,
+        check_name=HEALTH_CHECK,
+        passed=verdict.passed,
+        severity=verdict.severity,
+        description=verdict.sentence,
+        metadata=verdict.metadata,
+    )
+
+
+def _measured(context: StepContext, source: CdcSource) -> Verdict:
+    slot = slot_of(context, source)
+    with at_work(context, {}):
+        first = slot.flushed()
+        time.sleep(_RATE_SECONDS)
+        reading = slot.lag()
+    return judge_health(source.settings.slot, reading, (reading.flush_lsn - first) / _RATE_SECONDS)
 
 
 def build_verify(source: CdcSource) -> Step:
@@ -110,18 +142,16 @@ def build_verify(source: CdcSource) -> Step:
     return Step(
         source,
         "verify_current",
+        "check_current",
         "Brings every current table to one LSN and compares it there with the source, value by value.",
         frozenset({source.slot_key, source.spark_key}),
         work,
-        checks=[
-            dg.AssetCheckSpec(
-                EQUALS_SOURCE_CHECK,
-                asset=source.names.current(known.table),
-                additional_deps=[source.names.source(known.table)],
-                description="Every row and every value equals the source's at the same LSN.",
-            )
-            for known in source.tables
-        ],
+        check=lambda known: dg.AssetCheckSpec(
+            EQUALS_SOURCE_CHECK,
+            asset=source.names.current(known.table),
+            additional_deps=[source.names.source(known.table)],
+            description="Every row and every value equals the source's at the same LSN.",
+        ),
         tables_config="Tables to compare, as schema.table. Empty: all.",
     )
 
@@ -136,7 +166,7 @@ def _verify(context: StepContext, source: CdcSource, tables: tuple[TableName, ..
         part |= report.drain.to_json()
         report_windows(context, source, report.drain)
     if report.publish is not None:
-        part |= {name: value for name, value in publish_json(report.publish).items() if name in ("publish", "errors")}
+        part |= {"errors": report.publish.errors}
     part["errors"] = {**part.get("errors", {}), **{str(table): reason for table, reason in report.errors.items()}}
     numbers = {
         "compared_tables": len(report.tables),

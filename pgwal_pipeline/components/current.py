@@ -1,7 +1,10 @@
 """The publish as assets: one step brings every current table to one LSN, in one Spark session."""
 
-from collections.abc import Iterable, Iterator
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dagster as dg
@@ -10,6 +13,7 @@ from pgwal_pipeline.asset_specs import FOLLOWED_CHECK
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of
 from pgwal_pipeline.components.steps import Result, Step
+from pgwal_pipeline.lake.records import TablePointer
 from pgwal_pipeline.messages import progress
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish, publish_json
@@ -18,69 +22,115 @@ from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import TableName
 
 _VERSION = "pgwal/delta_version"
+_RECORDED = "pgwal/recorded"  # the entry of the slot's observations that names the publish that was recorded, and the tables in error
+_OBSERVATIONS = 20  # of the slot's newest, among which the last publish is looked for
 
 
 def build_publish(source: CdcSource) -> Step:
     """Build the step `publish_current`, which materializes the current tables.
 
     Only tables with a new Delta version are materialized: the others had no changes and are at the publish's LSN as they are. A table that
-    cannot be followed fails its check and does not hold up the others.
+    cannot be followed fails its check and does not hold up the others. A check is recorded when its verdict changes.
     """
 
     def work(context: StepContext, tables: tuple[TableName, ...] | None) -> Iterator[Result]:
+        last = _last_recorded(context, source)
         report = _publish(context, source, tables)
-        yield from _changed(context, source, report)
-        yield from _followed(context, source, report)
+        changed = _changed(context, source, report, last)
+        for table in changed:
+            yield dg.MaterializeResult(asset_key=source.names.current(table), metadata=_metadata(report, report.tables[table]))
+        reasons = _errors(slot_of(context, source).settings)
+        yield from _followed(source, report, reasons, last)
+        _observe(context, source, report, changed, reasons if tables is None else None)
 
     return Step(
         source,
         "publish_current",
+        "materialize_current",
         "Merges the changes in raw into every current table, up to one LSN for all of them.",
         frozenset({source.slot_key, source.spark_key}),
         work,
-        assets=[source.assets.current(known) for known in source.tables],
-        checks=[
-            dg.AssetCheckSpec(
-                FOLLOWED_CHECK,
-                asset=source.names.current(known.table),
-                description="Fails when the table's changes cannot be merged. The other tables go on.",
-            )
-            for known in source.tables
-        ],
+        asset=source.assets.current,
+        check=lambda known: dg.AssetCheckSpec(
+            FOLLOWED_CHECK,
+            asset=source.names.current(known.table),
+            description="Fails when the table's changes cannot be merged. The other tables go on.",
+        ),
     )
 
 
 def _publish(context: StepContext, source: CdcSource, tables: Iterable[TableName] | None) -> PublishReport:
-    """Publish, and record the numbers on the slot's asset."""
     from pgwal_pipeline.pipeline.publish import publish
 
     chosen = None if tables is None else frozenset(tables)
     with at_work(context, source.slot_tags):
-        report = publish(
+        return publish(
             slot_of(context, source).settings, session_of(context, source), tables=chosen, progress=progress.for_run(context.log)
         )
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What Dagster has of a publish: where its tables stood, and the quoted names of the tables whose check failed, with the reasons."""
+
+    tables: Mapping[TableName, TablePointer] = field(default_factory=dict)
+    failing: Mapping[str, str] = field(default_factory=dict)
+
+
+def _last_recorded(context: StepContext, source: CdcSource) -> _Recorded:
+    """Return what is recorded of the ledger's newest publish; nothing if that publish was not recorded, or not of all tables."""
+    from pgwal_pipeline.lake.layout import Lake
+    from pgwal_pipeline.lake.ledger import Ledger
+
+    publish = Ledger(Lake(slot_of(context, source).settings.lake)).publish()
+    if publish is None:
+        return _Recorded()
+    for record in context.instance.fetch_observations(source.names.slot, limit=_OBSERVATIONS).records:
+        entry = None if record.asset_observation is None else record.asset_observation.metadata.get(_RECORDED)
+        if isinstance(entry, dg.JsonMetadataValue) and isinstance(entry.data, dict):
+            same = entry.data["publish"] == _digest(publish.tables)
+            return _Recorded(publish.tables, entry.data["failing"]) if same else _Recorded()
+    return _Recorded()
+
+
+def _digest(tables: Mapping[TableName, TablePointer]) -> str:
+    """Return what tells where the tables of a publish stand from any other."""
+    listed = sorted((str(table), pointer.path, pointer.version) for table, pointer in tables.items())
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+
+
+def _observe(
+    context: StepContext, source: CdcSource, report: PublishReport, changed: Sequence[TableName], failing: Mapping[TableName, str] | None
+) -> None:
+    """Record the numbers on the slot's asset, after everything else; the report names only the tables that changed or failed.
+
+    `failing` is None for a publish of some tables only, which the next publish does not go by.
+    """
     numbers: dict[str, float | int | str] = {
         "published_tables": sum(table.version is not None for table in report.tables.values()),
         "merged_rows": sum(table.rows_changed or 0 for table in report.tables.values()),
         "failed_tables": len(report.errors),
         **{f"{stage}_seconds": round(seconds, 3) for stage, seconds in report.seconds.items()},
     }
+    more: dict[str, dg.MetadataValue] = {}
     if report.lsn is not None:
         numbers["published_lsn"] = format_lsn(report.lsn)
-    observe_slot(context, source, numbers, publish_json(report))
-    return report
+        if failing is not None:
+            reasons = {str(table): reason for table, reason in failing.items()}
+            pointers = {name: TablePointer(found.path, found.version) for name, found in report.tables.items() if found.version is not None}
+            more[_RECORDED] = dg.MetadataValue.json({"publish": _digest(pointers), "failing": reasons})
+    told = {table: publish for table, publish in report.tables.items() if table in changed or publish.errors}
+    observe_slot(context, source, numbers, publish_json(replace(report, tables=told)), more)
 
 
-def _followed(context: StepContext, source: CdcSource, report: PublishReport) -> Iterator[dg.AssetCheckResult]:
-    """Yield the result of the check `followed` for each table. A table in state `error` fails it with the reason."""
-    reasons = _errors(slot_of(context, source).settings)
+def _followed(source: CdcSource, report: PublishReport, reasons: Mapping[TableName, str], last: _Recorded) -> Iterator[dg.AssetCheckResult]:
+    """Yield the check `followed` of each table whose verdict is not the recorded one. A table in state `error` fails it with the reason."""
     for table in sorted({*report.tables, *reasons}):
-        yield dg.AssetCheckResult(
-            asset_key=source.names.current(table),
-            check_name=FOLLOWED_CHECK,
-            passed=table not in reasons,
-            description=reasons.get(table),
-        )
+        reason = reasons.get(table)
+        if reason != last.failing.get(str(table)) or (reason is None and table not in last.tables):
+            yield dg.AssetCheckResult(
+                asset_key=source.names.current(table), check_name=FOLLOWED_CHECK, passed=reason is None, description=reason
+            )
 
 
 def _errors(settings: Settings) -> dict[TableName, str]:
@@ -92,19 +142,24 @@ def _errors(settings: Settings) -> dict[TableName, str]:
     return {state.table: state.reason or "No reason was given." for state in states if state.state == "error"}
 
 
-def _changed(context: StepContext, source: CdcSource, report: PublishReport) -> Iterator[dg.MaterializeResult]:
-    """Yield a materialization for each current table whose Delta version is not the one of its newest materialization."""
-    recorded = _recorded_versions(context, source, report.tables)
-    for table, publish in sorted(report.tables.items()):
-        key = source.names.current(table)
-        if publish.version is not None and not publish.errors and recorded.get(key) != (publish.path, publish.version):
-            yield dg.MaterializeResult(asset_key=key, metadata=_metadata(report, publish))
+def _changed(context: StepContext, source: CdcSource, report: PublishReport, last: _Recorded) -> list[TableName]:
+    """Return the tables whose Delta version is not the one of their newest materialization.
+
+    Only those are looked up in Dagster that do not stand where the publish before left them.
+    """
+    moved = {
+        source.names.current(table): table
+        for table, publish in sorted(report.tables.items())
+        if publish.version is not None and not publish.errors and last.tables.get(table) != TablePointer(publish.path, publish.version)
+    }
+    recorded = _recorded_versions(context, moved)
+    return [table for key, table in moved.items() if recorded.get(key) != (report.tables[table].path, report.tables[table].version)]
 
 
-def _recorded_versions(context: StepContext, source: CdcSource, tables: Iterable[TableName]) -> dict[dg.AssetKey, tuple[str, int]]:
-    """Return the path and Delta version that each table's newest materialization names."""
+def _recorded_versions(context: StepContext, keys: Iterable[dg.AssetKey]) -> dict[dg.AssetKey, tuple[str, int]]:
+    """Return the path and Delta version that the newest materialization of each asset names."""
     recorded: dict[dg.AssetKey, tuple[str, int]] = {}
-    for record in context.instance.get_asset_records([source.names.current(table) for table in tables]):
+    for record in context.instance.get_asset_records(list(keys)):
         newest = record.asset_entry.last_materialization
         if newest is not None and newest.asset_materialization is not None:
             metadata: dict[str, Any] = {name: value.value for name, value in newest.asset_materialization.metadata.items()}

@@ -8,11 +8,7 @@ from contextlib import contextmanager
 
 import dagster as dg
 from dagster._core.definitions.definitions_load_context import DefinitionsLoadContext, DefinitionsLoadType
-from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 from dagster.components.utils.project_paths import get_code_server_metadata_key
-
-AssetsJob = UnresolvedAssetJobDefinition
-"""The type of what `define_asset_job` returns."""
 
 
 @contextmanager

@@ -2,22 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import dagster as dg
 
-from pgwal_pipeline.components.checks import build_health_check, build_verify
+from pgwal_pipeline.components.checks import build_health_op, build_verify
 from pgwal_pipeline.components.current import build_publish
-from pgwal_pipeline.components.dagster_internals import AssetsJob
 from pgwal_pipeline.components.maintenance import build_maintenance
 from pgwal_pipeline.components.raw import build_drain
 from pgwal_pipeline.components.snapshots import build_snapshots
 from pgwal_pipeline.components.source import CdcSource
 from pgwal_pipeline.components.steps import Step
-
-Job = dg.JobDefinition | AssetsJob
 
 _SYNC = "Slot to raw to current: drains the window that its partition names, then publishes every current table at one LSN."
 _DRAIN = "Only slot to raw."
@@ -31,57 +26,63 @@ _MAINTENANCE = "Compacts, vacuums and prunes the lake, and deletes the partition
 class Jobs:
     """The jobs of one source."""
 
-    sync: Job
-    drain: Job
-    publish: Job
-    snapshot: Job
-    verify: Job
-    maintenance: Job
+    sync: dg.JobDefinition
+    drain: dg.JobDefinition
+    publish: dg.JobDefinition
+    snapshot: dg.JobDefinition
+    verify: dg.JobDefinition
+    maintenance: dg.JobDefinition
 
-    def all(self) -> list[Job]:
+    def all(self) -> list[dg.JobDefinition]:
         """Return every job."""
         return [self.sync, self.drain, self.publish, self.snapshot, self.verify, self.maintenance]
 
 
-def build_jobs(source: CdcSource) -> tuple[Jobs, list[dg.AssetsDefinition]]:
-    """Build the jobs of `source`. Return them with the assets and checks that they are made of."""
-    drain, snapshots, publish, verify = build_drain(source), build_snapshots(source), build_publish(source), build_verify(source)
-    health = build_health_check(source)
-    jobs = Jobs(
-        sync=_job("sync", _SYNC, source.slot_tags, drain, publish),
-        drain=_job("drain", _DRAIN, source.slot_tags, drain),
-        publish=_job("publish", _PUBLISH, source.slot_tags, publish),
-        snapshot=_job("snapshot", _SNAPSHOT, source.snapshot_tags, snapshots),
-        verify=_job("verify", _VERIFY, source.slot_tags, verify, beside=dg.AssetSelection.checks(*health.check_keys)),
-        maintenance=_ops_job(source.named("maintenance"), _MAINTENANCE, source.slot_tags, [build_maintenance(source)], None),
+@dataclass(frozen=True)
+class Steps:
+    """The steps of one source, of which its jobs and its asset graph are made."""
+
+    drain: Step
+    snapshots: Step
+    publish: Step
+    verify: Step
+
+    @classmethod
+    def of(cls, source: CdcSource) -> "Steps":
+        """Build the steps of `source`."""
+        return cls(build_drain(source), build_snapshots(source), build_publish(source), build_verify(source))
+
+    def in_graph(self) -> list[dg.AssetsDefinition]:
+        """Build the assets and checks of the tables that are known."""
+        steps = (self.drain, self.snapshots, self.publish, self.verify)
+        return [step.in_graph() for step in steps if step.source.tables]
+
+
+def build_jobs(source: CdcSource, steps: Steps) -> Jobs:
+    """Build the jobs of `source` from its steps."""
+    drain, publish = steps.drain.op(), steps.publish.op()
+    slot, windows = source.slot_tags, source.windows
+
+    def job(name: str, description: str, tags: Mapping[str, str], *ops: dg.OpDefinition, partitions: Any = None) -> dg.JobDefinition:
+        graph = dg.graph(name=source.named(name), description=description)(_one_after_another(ops))
+        return graph.to_job(tags=dict(tags), partitions_def=partitions, executor_def=dg.in_process_executor)
+
+    return Jobs(
+        sync=job("sync", _SYNC, slot, drain, publish, partitions=windows),
+        drain=job("drain", _DRAIN, slot, drain, partitions=windows),
+        publish=job("publish", _PUBLISH, slot, publish),
+        snapshot=job("snapshot", _SNAPSHOT, source.snapshot_tags, steps.snapshots.op()),
+        verify=job("verify", _VERIFY, slot, steps.verify.op(), build_health_op(source)),
+        maintenance=job("maintenance", _MAINTENANCE, slot, build_maintenance(source)),
     )
-    steps = [step.definition for step in (drain, snapshots, publish, verify)]
-    return jobs, [*(step for step in steps if isinstance(step, dg.AssetsDefinition)), health]
 
 
-def _job(name: str, description: str, tags: Mapping[str, str], *steps: Step, beside: dg.AssetSelection | None = None) -> Job:
-    """Build a job that runs `steps` one after another. `beside` selects more of the asset graph; it needs tables that are known."""
-    name = steps[0].source.named(name)
-    ops = [step.definition for step in steps if isinstance(step.definition, dg.OpDefinition)]
-    if ops:
-        return _ops_job(name, description, tags, ops, steps[0].partitions)
-    selection = reduce(or_, [step.selection for step in steps] + ([] if beside is None else [beside]))
-    return dg.define_asset_job(name, selection, description=description, tags=tags, executor_def=dg.in_process_executor)
-
-
-def _ops_job(
-    name: str,
-    description: str,
-    tags: Mapping[str, str],
-    ops: Sequence[Callable[..., Any]],
-    windows: dg.PartitionsDefinition | None,
-) -> dg.JobDefinition:
-    """Build a job of ops, each of which starts when the one before it is done."""
+def _one_after_another(ops: Sequence[dg.OpDefinition]) -> Callable[[], None]:
+    """Return the body of a graph in which each op starts when the one before it is done."""
 
     def steps() -> None:
         done: Any = None
         for op in ops:
             done = op() if done is None else op(done)
 
-    graph = dg.graph(name=name, description=description)(steps)
-    return graph.to_job(tags=dict(tags), partitions_def=windows, executor_def=dg.in_process_executor)
+    return steps

@@ -9,7 +9,7 @@ import dagster as dg
 
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.requests import LOOK, SourceReading
-from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, slot_of
+from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, slot_of, spark_of
 from pgwal_pipeline.components.steps import Step
 from pgwal_pipeline.messages import progress
 from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
@@ -22,27 +22,31 @@ if TYPE_CHECKING:
 
 
 def build_drain(source: CdcSource) -> Step:
-    """Build the step `drain_wal`, which materializes every raw table.
+    """Build the step `drain_wal`, which materializes the raw tables that have rows in its window.
 
-    It cannot be run for some of the tables only: the slot is confirmed for all of them at once. Every raw table is materialized each time,
-    even with zero rows, because Dagster would skip the publish if one were missing. They are materialized only after everything is durable
-    and the slot is confirmed.
+    It cannot be run for some of the tables only: the slot is confirmed for all of them at once. They are materialized only after everything
+    is durable and the slot is confirmed.
     """
 
     def work(context: StepContext, _: object) -> Iterator[dg.MaterializeResult]:
+        if context.run.job_name == source.named("sync"):
+            spark_of(context, source).start()  # the publish is next
         window = _drain_and_report(context, source)
-        for known in source.tables:
-            yield dg.MaterializeResult(asset_key=source.names.raw(known.table), metadata=_metadata(window, _counts(window, known.table)))
+        if window is not None:
+            for table, counts in _with_rows(window):
+                yield dg.MaterializeResult(asset_key=source.names.raw(table), metadata=_metadata(window, counts))
 
     return Step(
         source,
         "drain_wal",
+        "materialize_raw",
         "Reads the slot once, up to the window's end, into every raw table, then confirms the slot.",
-        frozenset({source.slot_key}),
+        frozenset({source.slot_key, source.spark_key}),
         work,
-        assets=[source.assets.raw(known) for known in source.tables],
+        asset=source.assets.raw,
         partitions=source.windows,
         selectable=False,
+        idle={"dagster/partition_row_count": 0},
     )
 
 
@@ -62,18 +66,16 @@ def _drain_and_report(context: StepContext, source: CdcSource) -> WindowReport |
 
 
 def report_windows(context: StepContext, source: CdcSource, report: DrainReport, *, own_key: str | None = None) -> None:
-    """Add partitions for a drain's windows and log a materialization of each raw table in them.
+    """Add partitions for a drain's windows and log a materialization of each raw table that has rows in them.
 
-    The known tables in the window `own_key` are left out: the step yields those itself.
+    The window `own_key` is left out: its partition is there, and the step yields its tables itself.
     """
-    known = {table.table for table in source.tables}
-    others = [window.key for window in report.windows if window.key != own_key]
+    others = [window for window in report.windows if window.key != own_key]
     if others:
-        context.instance.add_dynamic_partitions(source.windows_name, others)
-    for window in report.windows:
-        tables = window.tables.keys() - known if window.key == own_key else window.tables.keys() | known
-        for table in sorted(tables):
-            metadata = _metadata(window, _counts(window, table))
+        context.instance.add_dynamic_partitions(source.windows_name, [window.key for window in others])
+    for window in others:
+        for table, counts in _with_rows(window):
+            metadata = _metadata(window, counts)
             context.log_event(dg.AssetMaterialization(source.names.raw(table), partition=window.key, metadata=metadata))
 
 
@@ -129,13 +131,13 @@ def _drained_meanwhile(context: StepContext, ledger: "Ledger", end: int) -> bool
     return record is not None and into is not None and into.at is not None and into.at >= record.create_timestamp
 
 
-def _counts(window: WindowReport | None, table: TableName) -> TableCounts:
-    return TableCounts() if window is None else window.tables.get(table, TableCounts())
+def _with_rows(window: WindowReport) -> list[tuple[TableName, TableCounts]]:
+    return [(table, counts) for table, counts in sorted(window.tables.items()) if counts.rows]
 
 
-def _metadata(window: WindowReport | None, counts: TableCounts) -> dict[str, Any]:
+def _metadata(window: WindowReport, counts: TableCounts) -> dict[str, Any]:
     numbers = {f"pgwal/{name}": value for name, value in counts.to_json().items() if name != "rows"}
-    edges = {} if window is None else {"pgwal/start_lsn": format_lsn(window.start_lsn), "pgwal/end_lsn": format_lsn(window.end_lsn)}
+    edges = {"pgwal/start_lsn": format_lsn(window.start_lsn), "pgwal/end_lsn": format_lsn(window.end_lsn)}
     return {"dagster/partition_row_count": counts.rows, **numbers, **edges}
 
 

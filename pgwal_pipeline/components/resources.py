@@ -97,22 +97,32 @@ class ReplicationSlot(dg.ConfigurableResource):
 
 
 class LakeSpark(LazyPySparkResource):
-    """The Spark session for the lake, with Delta, the lake's storage and PGWAL_SPARK_* set up. Started at its first use, once a process."""
+    """The Spark session for the lake, with Delta, the lake's storage and PGWAL_SPARK_* set up. Made at its first use, once a process."""
 
     spark_config: dict[str, Any] = Field(default={}, description="Further Spark settings; they override PGWAL_SPARK_CONF.")
     overrides: dict[str, str] = Field(
         default={}, description="Settings that override the environment's, such as {'spark_master': 'local[2]'}."
     )
 
+    def start(self) -> None:
+        """Start the warm engine without waiting for it, where sessions are in one. It gets ready beside other work."""
+        from pgwal_pipeline.spark.session import start_engine
+
+        if self._spark_session is None:
+            start_engine(self._settings())
+
     def session(self, say: Callable[[str], None] = lambda _: None) -> "SparkSession":
         """Return the session; start it if need be. `say` gets a line when that takes long, as when jars are first downloaded."""
         if self._spark_session is None:
             from pgwal_pipeline.spark.session import spark_session
 
-            settings = settings_without_source(self.overrides)
-            more = {name: str(value) for name, value in self.spark_config.items()}
-            self._spark_session = spark_session(settings.model_copy(update={"spark_conf": settings.spark_conf | more}), say=say)
+            self._spark_session = spark_session(self._settings(), say=say)
         return self._spark_session
+
+    def _settings(self) -> Settings:
+        settings = settings_without_source(self.overrides)
+        more = {name: str(value) for name, value in self.spark_config.items()}
+        return settings.model_copy(update={"spark_conf": settings.spark_conf | more})
 
     def _init_session(self) -> None:
         self.session()

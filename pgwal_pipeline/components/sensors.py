@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from pgwal_pipeline.asset_specs import HEALTH_CHECK
-from pgwal_pipeline.components.checks import Verdict, judge_health
+from pgwal_pipeline.components.checks import health_evaluation, judge_health
 from pgwal_pipeline.components.jobs import Jobs
 from pgwal_pipeline.components.processes import end_dead_runs
 from pgwal_pipeline.components.requests import SourceReading, busy, look_again, look_of_last_drain, pausing, what_is_due, window_to_drain
@@ -131,21 +130,10 @@ def _report_slot(source: CdcSource, reading: LagReading, cursor: LagCursor, now:
     cursor = replace(cursor, flush_lsn=reading.flush_lsn, at=now)
     if shown == cursor.verdict and 0 <= now - cursor.reported_at < _REPORT_SECONDS:
         return [], cursor
-    events: list[Any] = [_evaluation(source, verdict)]
+    events: list[Any] = [health_evaluation(source, verdict)]
     if not late:
         events.append(dg.AssetMaterialization(source.names.slot, metadata=verdict.metadata))
     return events, replace(cursor, verdict=shown, reported_at=now)
-
-
-def _evaluation(source: CdcSource, verdict: Verdict) -> dg.AssetCheckEvaluation:
-    return dg.AssetCheckEvaluation(
-        asset_key=source.names.slot,
-        check_name=HEALTH_CHECK,
-        passed=verdict.passed,
-        severity=verdict.severity,
-        description=verdict.sentence,
-        metadata=verdict.metadata,
-    )
 
 
 def build_new_table_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:

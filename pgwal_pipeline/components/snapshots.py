@@ -27,10 +27,11 @@ def build_snapshots(source: CdcSource) -> Step:
     return Step(
         source,
         "take_snapshots",
+        "materialize_snapshots",
         "Reads the rows that were there before the stream, in chunks. A read that was interrupted goes on after its last chunk.",
         frozenset({source.slot_key}),
         work,
-        assets=[source.assets.snapshot(known) for known in source.tables],
+        asset=source.assets.snapshot,
         tables_config="Tables to read again from the start, as schema.table. Empty: those that need it.",
     )
 

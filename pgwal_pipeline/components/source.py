@@ -130,8 +130,13 @@ def slot_of(context: StepContext, source: CdcSource) -> "ReplicationSlot":
 
 def session_of(context: StepContext, source: CdcSource) -> "Callable[[], SparkSession]":
     """Return a function that starts the run's Spark session for this source, or returns the started one."""
-    spark: LakeSpark = getattr(context.resources, source.spark_key)
+    spark = spark_of(context, source)
     return lambda: spark.session(progress.for_run(context.log).say)
+
+
+def spark_of(context: StepContext, source: CdcSource) -> "LakeSpark":
+    """Return the run's LakeSpark resource for this source."""
+    return getattr(context.resources, source.spark_key)
 
 
 def observe_slot(

@@ -1,8 +1,8 @@
 """The steps of runs, each written once: a function of the run's context that does the work and yields its results.
 
-Dagster shows a step as the assets it materializes, or the checks it runs. While no table is known there are neither, and Dagster cannot
-define a step with no assets. The step must still run then, because the first run is what finds the tables. So as long as no table is known
-a step is an op, which does the same work and logs its results. `Step.definition` chooses the form; no other code knows that there are two.
+A step has two forms. Jobs are made of ops, which log the results. The asset graph has the same work as assets or checks, so that they can
+be selected and materialized there. An op costs the same however many tables there are, while of each asset in a run Dagster records that it
+is planned and has an output, even if nothing was done for it. An op also runs while no table is known; the first run has to.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 import dagster as dg
 
 from pgwal_pipeline.components.source import CdcSource, StepContext, op_safe, stand_ins
+from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.values.relation import TableName
 
 Result = dg.MaterializeResult | dg.AssetCheckResult
@@ -24,39 +25,37 @@ _TABLES = "tables"
 
 @dataclass(frozen=True)
 class Step:
-    """A step of `source` called `name`, which needs the resources with the keys `resources`.
+    """A step of `source` called `name` in jobs and `graph_name` in the asset graph, which needs the resources with the keys `resources`.
 
-    It materializes `assets`, one for each table, partitioned by `partitions`; with `checks` but no assets it only checks. `selectable`: a
-    run may select some of the tables. `tables_config`: the description of a config field `tables` that selects tables by name
-    (schema.table); with None the step has no config.
+    For each table it materializes the `asset`, partitioned by `partitions`, and runs the `check`; one of the two may be missing. Both are
+    built for the asset graph only: with many tables that takes longer than a run. `selectable`: a run may select some of the tables; if
+    not, assets without a result are materialized with the metadata `idle`. `tables_config`: the description of a config field `tables` that
+    selects tables by name (schema.table); with None the step has no config.
     """
 
     source: CdcSource
     name: str
+    graph_name: str
     description: str
     resources: frozenset[str]
     work: Work
-    assets: Sequence[dg.AssetSpec] = ()
-    checks: Sequence[dg.AssetCheckSpec] = ()
+    asset: Callable[[KnownTable], dg.AssetSpec] | None = None
+    check: Callable[[KnownTable], dg.AssetCheckSpec] | None = None
     partitions: dg.PartitionsDefinition | None = None
     selectable: bool = True
+    idle: Mapping[str, Any] = field(default_factory=dict)
     tables_config: str | None = None
-    definition: dg.AssetsDefinition | dg.OpDefinition = field(init=False)
 
-    def __post_init__(self) -> None:
-        form = _op if not self.source.tables else _assets if self.assets else _checks
-        object.__setattr__(self, "definition", form(self))
+    def op(self) -> dg.OpDefinition:
+        """Build the step as an op, which may follow another op."""
+        return _op(self)
 
-    @property
-    def selection(self) -> dg.AssetSelection:
-        """The step's part of the asset graph: its assets, and only its own checks."""
-        assert isinstance(self.definition, dg.AssetsDefinition)
-        checks = dg.AssetSelection.checks(*self.definition.check_keys)
-        return dg.AssetSelection.assets(*self.definition.keys).without_checks() | checks if self.assets else checks
+    def in_graph(self) -> dg.AssetsDefinition:
+        """Build the step as assets, or as checks if it has no assets. At least one table must be known."""
+        return _checks(self) if self.asset is None else _assets(self, self.asset)
 
 
 def _op(step: Step) -> dg.OpDefinition:
-    """Return the step as an op, which may follow another op."""
 
     @dg.op(
         name=step.source.named(step.name),
@@ -66,22 +65,25 @@ def _op(step: Step) -> dg.OpDefinition:
         out=dg.Out(dg.Nothing),
         config_schema=_config(step),
     )
-    def work(context: dg.OpExecutionContext) -> None:
-        for _ in _selected(context, step.work(context, _configured(context)), (), ()):
-            raise AssertionError("nothing is selected")
+    def work(context: dg.OpExecutionContext) -> Iterator[Any]:
+        partition = None if step.partitions is None else context.partition_key
+        for result in step.work(context, _configured(context)):
+            yield _materialization(result, partition) if isinstance(result, dg.MaterializeResult) else _evaluation(result)
+        yield dg.Output(None)
 
     return work
 
 
-def _assets(step: Step) -> dg.AssetsDefinition:
-    specs, real_keys = op_safe(step.assets)
+def _assets(step: Step, asset: Callable[[KnownTable], dg.AssetSpec]) -> dg.AssetsDefinition:
+    assets = [asset(known) for known in step.source.tables]
+    specs, real_keys = op_safe(assets)
     given = {real: stand_in for stand_in, real in real_keys.items()}
 
     @dg.multi_asset(
-        name=step.source.named(step.name),
+        name=step.source.named(step.graph_name),
         description=step.description,
         specs=specs,
-        check_specs=[_safe(check, given) for check in step.checks],
+        check_specs=[_safe(check, given) for check in _check_specs(step)],
         partitions_def=step.partitions,
         can_subset=step.selectable,
         required_resource_keys=set(step.resources),
@@ -89,19 +91,26 @@ def _assets(step: Step) -> dg.AssetsDefinition:
     )
     def work(context: dg.AssetExecutionContext) -> Iterator[Result]:
         keys, checks = context.selected_asset_keys, context.selected_asset_check_keys
-        tables = _configured(context) or _of_selection(step, [spec.key for spec in step.assets], keys)
-        yield from _selected(context, step.work(context, tables), keys, checks)
+        tables = _configured(context) or _of_selection(step, [spec.key for spec in assets], keys)
+        idle = set() if step.selectable else set(keys)
+        for result in _selected(context, step.work(context, tables), keys, checks):
+            idle.discard(result.asset_key)
+            yield result
+        # Dagster would skip the steps after this one if a table were missing.
+        for key in sorted(idle):
+            yield dg.MaterializeResult(asset_key=key, metadata=dict(step.idle))
 
     return work.with_attributes(asset_key_replacements=real_keys) if real_keys else work
 
 
 def _checks(step: Step) -> dg.AssetsDefinition:
-    given = stand_ins({key for check in step.checks for key in (check.asset_key, *(dep.asset_key for dep in check.additional_deps))})
+    specs = _check_specs(step)
+    given = stand_ins({key for check in specs for key in (check.asset_key, *(dep.asset_key for dep in check.additional_deps))})
 
     @dg.multi_asset_check(
-        name=step.source.named(step.name),
+        name=step.source.named(step.graph_name),
         description=step.description,
-        specs=[_safe(check, given) for check in step.checks],
+        specs=[_safe(check, given) for check in specs],
         can_subset=step.selectable,
         required_resource_keys=set(step.resources),
         config_schema=_config(step),
@@ -109,13 +118,17 @@ def _checks(step: Step) -> dg.AssetsDefinition:
     def work(context: dg.AssetCheckExecutionContext) -> Iterator[Result]:
         checks = context.selected_asset_check_keys
         ran = context.op_execution_context
-        tables = _configured(ran) or _of_selection(step, [check.key for check in step.checks], checks)
+        tables = _configured(ran) or _of_selection(step, [check.key for check in specs], checks)
         yield from _selected(ran, step.work(ran, tables), (), checks)
 
     if not given:
         return work
     real_keys = {stand_in: key for key, stand_in in given.items()}
     return dg.AssetChecksDefinition(**work.with_attributes(asset_key_replacements=real_keys).get_attributes_dict())
+
+
+def _check_specs(step: Step) -> list[dg.AssetCheckSpec]:
+    return [] if step.check is None else [step.check(known) for known in step.source.tables]
 
 
 def _safe(check: dg.AssetCheckSpec, given: Mapping[dg.AssetKey, dg.AssetKey]) -> dg.AssetCheckSpec:
@@ -151,14 +164,32 @@ def _of_selection(step: Step, keys: Sequence[object], selected: Collection[objec
 def _selected(
     context: StepContext, results: Iterator[Result], keys: Collection[dg.AssetKey], checks: Collection[dg.AssetCheckKey]
 ) -> Iterator[Result]:
-    """Yield the results that the run selects; log the other assets' results as materializations."""
+    """Yield the results that the run selects; log the materializations of other assets."""
     for result in results:
-        assert result.asset_key is not None
         if isinstance(result, dg.AssetCheckResult):
+            assert result.asset_key is not None
             assert result.check_name is not None
             if dg.AssetCheckKey(result.asset_key, result.check_name) in checks:
                 yield result
         elif result.asset_key in keys:
             yield result
         else:
-            context.log_event(dg.AssetMaterialization(result.asset_key, metadata=result.metadata))
+            context.log_event(_materialization(result))
+
+
+def _materialization(result: dg.MaterializeResult, partition: str | None = None) -> dg.AssetMaterialization:
+    assert result.asset_key is not None
+    return dg.AssetMaterialization(result.asset_key, metadata=result.metadata, partition=partition)
+
+
+def _evaluation(result: dg.AssetCheckResult) -> dg.AssetCheckEvaluation:
+    assert result.asset_key is not None
+    assert result.check_name is not None
+    return dg.AssetCheckEvaluation(
+        asset_key=result.asset_key,
+        check_name=result.check_name,
+        passed=result.passed,
+        metadata=result.metadata or {},
+        severity=result.severity,
+        description=result.description,
+    )

@@ -139,7 +139,7 @@ def route(frames: Frames, opened: OpenTransaction | None, last_commit_lsn: int, 
     _check_order(frames, kinds, opened is not None)
     still_open = bool(depth[-1]) if len(depth) else opened is not None
     if end is not None and still_open:
-        raise beyond.message_error(end, "a transaction begins before the one that came earlier has ended")
+        raise beyond.message_error(end, "a transaction begins before the previous one has ended")
     transactions = _transactions(frames, begins, opened, start_lsn)
     _check_increasing(frames, begins, transactions, last_commit_lsn)
     commit_end_lsns = _check_commits(frames, commits, transactions, transaction[commits])
@@ -199,8 +199,8 @@ def _check_framing(frames: Frames, kinds: Bytes, count: int) -> None:
     if not sizes[index]:
         raise frames.message_error(index, "it has no payload")
     if not _KNOWN[kinds[index]]:
-        raise frames.message_error(index, "pgoutput sends no such kind of message for the options that were asked for")
-    raise frames.message_error(index, "it has not the size of its kind")
+        raise frames.message_error(index, "pgoutput sends no message of this kind with our options")
+    raise frames.message_error(index, "its size is wrong for its kind")
 
 
 def _check_order(frames: Frames, kinds: Bytes, in_transaction: bool) -> None:
@@ -210,7 +210,7 @@ def _check_order(frames: Frames, kinds: Bytes, in_transaction: bool) -> None:
     if wrong.any():
         index = int(ends[wrong.argmax()])
         begins = kinds[index] == BEGIN
-        reason = "a transaction begins before the one that came earlier has ended" if begins else "it ends a transaction that did not begin"
+        reason = "a transaction begins before the previous one has ended" if begins else "it ends a transaction that did not begin"
         raise frames.message_error(index, reason)
 
 
@@ -219,7 +219,7 @@ def _transactions(frames: Frames, begins: Ints, opened: OpenTransaction | None, 
     times = frames.word(at + 8)
     beyond = times > _LATEST
     if beyond.any():
-        raise frames.message_error(int(begins[beyond.argmax()]), "its time of commit is none")
+        raise frames.message_error(int(begins[beyond.argmax()]), "its commit time is out of range")
     before = (opened.commit_lsn, opened.committed_at, opened.xid) if opened else (0, 0, 0)
     commit_lsn = np.concatenate([before[:1], frames.word(at)])
     committed_at = np.concatenate([before[1:2], times + _EPOCH])
@@ -233,7 +233,7 @@ def _check_increasing(frames: Frames, begins: Ints, transactions: Transactions, 
     earlier[:1] = np.maximum(earlier[:1], last_commit_lsn)
     wrong = transactions.commit_lsn[1:] <= earlier
     if wrong.any():
-        raise frames.message_error(int(begins[wrong.argmax()]), "its transaction comes out of the order of commits")
+        raise frames.message_error(int(begins[wrong.argmax()]), "its transaction is not in commit order")
 
 
 def _check_commits(frames: Frames, commits: Ints, transactions: Transactions, transaction: Ints) -> Ints:
@@ -244,7 +244,7 @@ def _check_commits(frames: Frames, commits: Ints, transactions: Transactions, tr
     wrong |= frames.word(at + 16) + _EPOCH != transactions.committed_at[transaction]
     wrong |= end_lsn <= lsn
     if wrong.any():
-        raise frames.message_error(int(commits[wrong.argmax()]), "it does not agree with the Begin of its transaction")
+        raise frames.message_error(int(commits[wrong.argmax()]), "it does not match the Begin of its transaction")
     return end_lsn
 
 

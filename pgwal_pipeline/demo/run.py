@@ -53,7 +53,10 @@ _QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -XX:+UseSe
 _TOLD = {"STARTED": "has begun", "SUCCESS": "is done", "FAILURE": "has failed", "CANCELED": "was cancelled"}
 _STATUS_EVERY = 60.0
 _PATIENCE = 120.0  # seconds without a first publish before a message says so
-_KEPT = ("PGWAL_SPARK_MASTER", "PGWAL_SPARK_REMOTE", "PGWAL_SPARK_CONF", "PGWAL_POSTGRES_BIN", "PGWAL_FAILPOINTS", "PGWAL_DEBUG")
+_KEPT = (
+    *("PGWAL_SPARK_MASTER", "PGWAL_SPARK_REMOTE", "PGWAL_SPARK_CONF", "PGWAL_SPARK_IDLE"),
+    *("PGWAL_POSTGRES_BIN", "PGWAL_FAILPOINTS", "PGWAL_DEBUG"),
+)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def port_free(port: int) -> bool:
 
 
 def _first_handed_out() -> int:
-    """The first port that the system assigns to outgoing connections and to programs that ask for any port."""
+    """Return the first port that the system assigns to outgoing connections and to programs that ask for any port."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -91,7 +91,7 @@ def _first_handed_out() -> int:
 
 
 def _ask_for(death_signal: signal.Signals) -> Callable[[], None] | None:
-    """The function that the new process calls first: it asks for `death_signal` when the parent ends."""
+    """Return the function that the new process calls first: it asks for `death_signal` when the parent ends."""
     if not sys.platform.startswith("linux"):
         return None
     # Looked up before the fork, because nothing may be loaded between fork and exec.

@@ -1,8 +1,8 @@
-"""What became of the tables since the last look at the catalog: whether the stream still tells all of their rows.
+"""Compare two catalog entries of a table, to find whether the stream between them has every change of its rows.
 
-Most that can happen to a table's definition is known from the stream. What is not makes its stored rows other than the stream says: a
-default that old rows carry, a rewrite, a rename (the stream has names, not column numbers). Such a table is read again, by itself.
-Nothing is taken from the catalog for a row of an earlier time; between that row and now there may have been more changes than these.
+Most changes of a definition can be followed in the stream. Some change stored rows without a message: a default that old rows get, a
+rewrite, a rename (the stream has names, not column numbers). Such a table is read again, by itself. A row of an earlier time is never
+completed from the catalog, since the definition may have changed more than once between that row and now.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,7 +25,7 @@ class CatalogEntry:
 
 
 def dropped(state: TableState, before: Storage, now: Storage) -> tuple[str, ...]:
-    """The columns that the source has dropped since the table was first met, but those whose names have been taken again."""
+    """Return the columns that the source has dropped since the table joined, except those whose names are in use again."""
     numbers = {column.number for column in now.columns}
     taken = {column.name.lower() for column in now.columns}
     gone = [column.name for column in before.columns if column.number not in numbers]
@@ -33,7 +33,7 @@ def dropped(state: TableState, before: Storage, now: Storage) -> tuple[str, ...]
 
 
 def read_again(state: TableState, entry: CatalogEntry, reason: str, joined_xid: int | None = None) -> TableState:
-    """The state of a table whose rows have to be read again before it can be published; its old `current` stays until then."""
+    """Return the state of a table whose rows must be read again before it can be published; its old `current` stays until then."""
     return replace(
         state.mended(),
         state="pending",
@@ -49,18 +49,18 @@ def read_again(state: TableState, entry: CatalogEntry, reason: str, joined_xid: 
 
 
 def republished(before: Storage, now: Storage) -> bool:
-    """Whether the table may have been out of the publication for a while, or the publication have published less."""
+    """Return whether some changes of the table may not have been published: it left the publication, or the publication was altered."""
     return before.membership != now.membership
 
 
 def altered(known: Relation, before: Storage, entry: CatalogEntry, gone_names: Collection[str]) -> str | None:
-    """Why the rows of a table cannot be known from the stream since it was altered; None where they can, or nothing was.
+    """Return how a table was altered if the stream does not have all of its rows since; None if it has, or if nothing was altered.
 
-    `gone_names` are columns that the source dropped earlier, which `current` still has.
+    `gone_names` are columns that the source dropped earlier and that `current` still has.
     """
     now, relation = entry.storage, entry.relation
     if known.key != relation.key:
-        return f"its key was ({', '.join(known.key)}) and is ({', '.join(relation.key)})"
+        return f"its key changed from ({', '.join(known.key)}) to ({', '.join(relation.key)})"
     old = {column.number: column for column in before.columns}
     old_names = {column.name.lower() for column in before.columns}
     for column in now.columns:
@@ -70,11 +70,11 @@ def altered(known: Relation, before: Storage, entry: CatalogEntry, gone_names: C
         if was is not None and was.type_oid != column.type_oid:
             return f"its column {column.name} has another type"
         if was is None and column.default_of_old:
-            return f"its column {column.name} was added with a default, which the rows from before have too"
+            return f"its column {column.name} was added with a default, which older rows have too"
         if was is None and column.name.lower() in old_names | {name.lower() for name in gone_names}:
-            return f"its column {column.name} was dropped and made anew"
+            return f"its column {column.name} was dropped and added again"
         if was is None and _any_new_file(before, now):
-            return f"its column {column.name} was added with a value for each row"
+            return f"its column {column.name} was added and every row rewritten with a value for it"
     types = {column.name: arrow_type(column.type) for column in known.columns}
     for column in relation.columns:
         if column.name not in types and any(column.name == stored.name for stored in before.columns):
@@ -84,11 +84,11 @@ def altered(known: Relation, before: Storage, entry: CatalogEntry, gone_names: C
     return None
 
 
-def had_others_names(shown: Sequence[str], versions: Sequence[Relation], entries: Sequence[Relation]) -> bool:
-    """Whether columns had each other's names for a while, or one had a name that another has had or got: their values are mixed up then.
+def swapped_names(shown: Sequence[str], versions: Sequence[Relation], entries: Sequence[Relation]) -> bool:
+    """Return whether columns had each other's names, or a name passed from one column to another: raw then mixes their values.
 
-    `shown` are the columns before the `versions` that the stream showed one after the other; in the last of `entries` are those of now. A
-    column never changes its place, and one that was there and is there now has been there all the time.
+    `shown` are the column names before `versions`, the definitions in the stream since, in order; the last of `entries` is the newest.
+    A column never changes its place, and one that was there before and is there now was there all the time.
     """
     before, now = shown, entries[-1].column_names
     for version in versions:
@@ -106,21 +106,21 @@ def _in_other_order(some: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def rewritten(oid: int, before: Storage, now: Storage, facts: StreamFacts, ended: Snapshot | None) -> tuple[str | None, Storage]:
-    """Why rows changed that no message told of, None if none did; and the storage with the files as far as they are accounted for.
+    """Return why rows changed without a message in the stream, None if none did; and the storage to record for the table.
 
-    A new file that was made by a transaction whose TRUNCATE of the table the stream told of is accounted for, unless a column was altered
-    as well. One of a transaction that had not ended when the stream's end was chosen is left for the next look; a TRUNCATE that committed
-    between the two is taken for a rewrite, and the table read again for nothing. So is a partitioned table that one transaction truncated
-    and filled: if it then truncated a partition, that has left no trace.
+    A new file is explained if the stream has a TRUNCATE of the table by the transaction that made the file, and no column was altered as
+    well. One whose transaction had not ended when `ended` was taken is left for the next review: the storage has the old file. A TRUNCATE
+    that `ended` sees and the stream does not have yet is taken for a rewrite, so that the table is read again without need. So is a
+    partitioned table that one transaction truncated and filled: a TRUNCATE of a partition after that would leave no trace.
     """
     reason = None
     old = {file.oid: file for file in before.files}
     attached = {xid for file in before.files for xid in file.attached}
     files = []
     if not old.keys() | {file.oid for file in now.files} >= {*facts.partitions.get(oid, ())}:
-        reason = "a partition came and went"
+        reason = "a partition was added and removed again"
     if oid in facts.refilled and all(file.oid != oid for file in now.files):
-        reason = "it was truncated and filled in one transaction, which may have truncated a partition of it afterwards"
+        reason = "one transaction truncated and filled it, and may have truncated one of its partitions afterwards"
     for file in now.files:
         was = old.pop(file.oid, None)
         if was is None and not attached.issuperset(file.attached):

@@ -1,4 +1,4 @@
-"""Finding a publish by position or time."""
+"""Find a publish by LSN or time."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -13,9 +13,9 @@ from pgwal_pipeline.values.lsn import parse_lsn
 
 
 def find_publish(settings: Settings, when: str = "latest") -> dict[str, Any]:
-    """The newest publish at or before `when`: `latest`, an LSN as `X/Y`, or an ISO 8601 time (UTC unless it says otherwise).
+    """Return the newest publish at or before `when` as JSON: `latest`, an LSN as `X/Y`, or an ISO 8601 time (UTC if it has no offset).
 
-    Raises SettingError where `when` is none of these, LakeError where nothing was published by then.
+    Raises SettingError if `when` is none of these, LakeError if nothing was published by then.
     """
     publishes = Ledger(Lake(settings.lake)).publishes()
     if not publishes:
@@ -23,7 +23,7 @@ def find_publish(settings: Settings, when: str = "latest") -> dict[str, Any]:
     found = _newest(publishes, when)
     if found is None:
         raise LakeError(
-            f"Nothing was published at or before {when}; the oldest publish in the lake is of {publishes[0].published_at.isoformat()}."
+            f"Nothing was published at or before {when}; the oldest publish in the lake is from {publishes[0].published_at.isoformat()}."
         )
     answer = publish_report(found).to_json()
     assert answer is not None

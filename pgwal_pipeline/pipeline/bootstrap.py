@@ -1,4 +1,4 @@
-"""What a lake and a source must agree on before anything is read: identity, publication, slot, and which tables are followed."""
+"""Check, before anything is read, that source and lake belong together: identity, publication and slot; record the tables to follow."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn, window_key
 from pgwal_pipeline.values.relation import TableName
 
-_NEVER, _NOT_SENT = -1, -2  # oids of no publication: the stream met a time without it, or a change that the source cannot send
+_ABSENT, _NOT_SENT = -1, -2  # recorded as the publication's oid: the stream met a time without it, or a change that cannot be sent
 
 
 @dataclass(frozen=True)
 class Attached:
-    """A source and a lake that belong together: every table the stream carries, and where the slot stands.
+    """A source and a lake that belong together: the state of the slot, the published tables, and those left out with the reason.
 
-    `recovered`: windows that a drain before had left prepared and that had to be completed at once.
+    `recovered`: windows that an earlier drain left prepared and that are complete now.
     """
 
     server_version: int
@@ -38,13 +38,13 @@ class Attached:
 
 
 def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None], proven: bool = False) -> Attached:
-    """Make sure that publication and slot exist and are this lake's, and record in the ledger which tables they carry.
+    """Make sure that publication and slot exist and belong to this lake, and record the published tables in the ledger.
 
-    With `proven` the source is known to be the same as a moment ago: what its slot sends again is not compared.
+    With `proven` the transactions that the slot sends again are not compared, since they just were. The caller holds the slot's lock.
 
-    To be called by the holder of the slot's lock only. Raises LakeError for another source's lake, SlotLost where the slot is gone, stands
-    beyond the frontier, or the source was promoted from a server that was behind the lake, or set back to an older copy of itself; with
-    PGWAL_ON_SLOT_LOSS=resnapshot the slot is made anew then, and every table read again.
+    Raises LakeError if the lake is another source's. Raises SlotLost if the slot is gone or past the frontier, or if the source was
+    promoted from a server that was behind the lake or set back to an older copy of itself; with PGWAL_ON_SLOT_LOSS=resnapshot the slot is
+    created again instead, and every table read again.
     """
     try:
         return _attach(settings, conn, warn=warn, proven=proven)
@@ -56,14 +56,14 @@ def attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None],
 
 
 def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None], proven: bool = False) -> Attached:
-    """The source's record is written before the slot is made: a slot that a crash leaves behind is then known as ours."""
+    """Do the work of `attach`. The source is recorded before the slot is created, so that a slot left by a crash is known as ours."""
     ledger = Ledger(Lake(settings.lake))
     recorded, ours, frontier, state = require_agreement(settings, conn)
     published = publication.ensure(conn, settings.publication, settings.tables)
     ours = replace(ours, publication_oid=published.oid)
     if recorded != ours:
         if recorded is not None and recorded.timeline != ours.timeline:
-            _forget_what_never_was(settings, ledger, recorded, ours)
+            _discard_past_fork(settings, ledger, recorded, ours)
         ledger.record_source(ours)
     if state is None:
         failpoints.hit("bootstrap.before_slot")
@@ -83,7 +83,7 @@ def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]
 
 
 def _nothing_to_follow(settings: Settings, conn: Connection, *, ours: bool) -> str:
-    """The warning that there is no table to follow, with what there is."""
+    """Return the warning that there is no table to follow; it names the schemas that have tables."""
     schemas = catalog.user_schemas(conn)
     there = f"the database has tables in {', '.join(schemas)}" if schemas else "the database has no tables"
     if not ours:
@@ -92,7 +92,7 @@ def _nothing_to_follow(settings: Settings, conn: Connection, *, ours: bool) -> s
 
 
 def _require_same_changes(settings: Settings, conn: Connection, ledger: Ledger, state: SlotState, warn: Callable[[str], None]) -> None:
-    """See that what the slot sends again, where it stands before the frontier, is what the lake has. Raises SlotLost."""
+    """Raise SlotLost unless the transactions that a slot before the frontier sends again are those that the lake has."""
     frontier = ledger.frontier()
     again = None if frontier is None else history.to_be_sent_again(ledger, state.confirmed_flush_lsn, frontier)
     if frontier is not None and again is not None:
@@ -102,21 +102,21 @@ def _require_same_changes(settings: Settings, conn: Connection, ledger: Ledger, 
 
 
 def _completed(ledger: Ledger, warn: Callable[[str], None]) -> tuple[Window, ...]:
-    """Complete what is prepared before the tables are looked at: raw takes the columns of an earlier table of a place first."""
+    """Complete prepared windows before the tables are recorded: raw needs the columns of a location's earlier table first."""
     try:
         return recover(ledger, warn)
     except FileGone:
-        return ()  # the drain reads it again
+        return ()  # the drain reads them again
 
 
 def require_agreement(settings: Settings, conn: Connection) -> tuple[Source | None, Source, int | None, SlotState | None]:
-    """The source as the ledger has it and as it is, the lake's frontier and the slot, where they belong together; changes nothing.
+    """Return the source as recorded and as it is, the lake's frontier and the slot's state. Changes nothing.
 
-    Raises what `attach` raises where they do not.
+    Raises what `attach` raises if they do not belong together.
     """
     lake = Lake(settings.lake)
     ledger = Ledger(lake)
-    # The source is written down before the frontier: whoever takes the lake meanwhile is found by it.
+    # The frontier is read first: whoever wrote it had recorded its source before, so the source read next shows another user of the lake.
     frontier, recorded, ours = ledger.frontier(), ledger.source(), _source(settings, conn)
     if recorded is not None:
         _require_same_source(lake, recorded, ours)
@@ -128,7 +128,7 @@ def require_agreement(settings: Settings, conn: Connection) -> tuple[Source | No
     if recorded is None and state is not None:
         raise LakeError(
             f"Slot {settings.slot} exists already, but the lake {lake.uri} has no record of it: another lake may be fed by it. "
-            f"Set PGWAL_LAKE to that lake, PGWAL_SLOT to another name, or drop the slot with `pgwal drop` to start anew."
+            f"Set PGWAL_LAKE to that lake, PGWAL_SLOT to another name, or drop the slot with `pgwal drop` to start again."
         )
     if state is None and frontier is not None:
         raise SlotLost(
@@ -144,12 +144,12 @@ def require_agreement(settings: Settings, conn: Connection) -> tuple[Source | No
 
 
 def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) -> Attached:
-    """Make a slot anew that is missing, lost, or stands past what the lake holds, and have every table read again.
+    """Create the slot again if there is or may be a gap, and have every table read again. An intact slot is left as it is.
 
-    So it is where the source was promoted from a server that was behind the lake. An intact slot is left as it is. Otherwise nothing
-    between the old frontier and the new slot is in any stream: until a table has been read again it is not published, and its old
-    `current` stays as it was. To be called by the holder of the slot's lock only. Raises LakeError for another source's lake, SourceRefused
-    where somebody else's slot has the name.
+    There is a gap if the slot is missing, lost or past what the lake has, or if the source was promoted from a server that was behind the
+    lake. No stream has the changes between the old frontier and the new slot: until a table has been read again it is not published, and
+    its old `current` stays as it was. The caller holds the slot's lock. Raises LakeError if the lake is another source's, SourceRefused if
+    the slot of that name is not ours.
     """
     ledger = Ledger(Lake(settings.lake))
     state = slot.inspect(conn, settings.slot)
@@ -162,16 +162,16 @@ def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) 
         slot.require_kind(state, ours.database)
     if frontier is None and state is not None and state.lost:
         slot.drop(conn, settings.slot)
-    if frontier is not None and _gap(settings, conn, ledger, recorded, ours, frontier, state, warn):
+    if frontier is not None and _has_gap(settings, conn, ledger, recorded, ours, frontier, state, warn):
         if (end := catalog.insert_lsn(conn)) < frontier:
             raise LakeError(
-                f"The source's WAL ends at {format_lsn(end)}, but the lake {settings.lake} stands at {format_lsn(frontier)} already, and "
-                f"cannot go back. Set PGWAL_LAKE to another place to begin anew."
+                f"The source's WAL ends at {format_lsn(end)}, but the lake {settings.lake} is at {format_lsn(frontier)} already, and "
+                f"cannot go back. Set PGWAL_LAKE to another place to start again."
             )
-        # Before the new slot is there, so that nobody goes on from it with the tables of before; and after it, for what began meanwhile.
+        # Once before the new slot exists, so that no drain uses it with the old states; once after, for readings that began meanwhile.
         _read_all_again(ledger)
         if recorded.timeline != ours.timeline:
-            _forget_what_never_was(settings, ledger, recorded, ours)
+            _discard_past_fork(settings, ledger, recorded, ours)
         failpoints.hit("renew.before_slot")
         if state is not None:
             slot.drop(conn, settings.slot)
@@ -187,17 +187,17 @@ def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) 
 
 
 def note_gap(ledger: Ledger, loss: PublicationMissing | ChangeNotSent) -> None:
-    """Write down that the slot does not bring every change: it met a time without the publication, or one that the source cannot send.
+    """Record that the stream lacks changes: it met a time without the publication, or a change that the source cannot send.
 
-    Neither the publication's name nor its oid tells of that.
+    The publication's name and oid do not show that.
     """
     source = ledger.source()
     if source is not None:
-        ledger.record_source(replace(source, publication_oid=_NOT_SENT if isinstance(loss, ChangeNotSent) else _NEVER))
+        ledger.record_source(replace(source, publication_oid=_NOT_SENT if isinstance(loss, ChangeNotSent) else _ABSENT))
 
 
 def _read_all_again(ledger: Ledger) -> None:
-    """Have every followed table read from the start; none is published until it has been."""
+    """Have every followed table read from the start. None is published before that."""
     ledger.amend_tables(
         lambda known: [
             replace(state, state="pending", reason=None, generation=None, reading=None, published=None)
@@ -207,8 +207,8 @@ def _read_all_again(ledger: Ledger) -> None:
     )
 
 
-def _forget_what_never_was(settings: Settings, ledger: Ledger, recorded: Source, ours: Source) -> None:
-    """Give up what was read from past where the source left the timeline that it was read on, and does not count yet."""
+def _discard_past_fork(settings: Settings, ledger: Ledger, recorded: Source, ours: Source) -> None:
+    """Discard incomplete windows that were read past the LSN at which the source left the recorded timeline."""
     left = left_at(settings.dsn, recorded.timeline, ours.timeline)
     ledger.take_back([window for window in ledger.prepared() if left is None or window.end_lsn > left])
     plan = ledger.plan()
@@ -218,7 +218,7 @@ def _forget_what_never_was(settings: Settings, ledger: Ledger, recorded: Source,
 
 
 def _source(settings: Settings, conn: Connection) -> Source:
-    """The source as the ledger writes it down."""
+    """Return the source as the ledger records it."""
     identity = catalog.source_identity(conn)
     return Source(
         system_identifier=identity.system_identifier,
@@ -230,7 +230,7 @@ def _source(settings: Settings, conn: Connection) -> Source:
     )
 
 
-def _gap(
+def _has_gap(
     settings: Settings,
     conn: Connection,
     ledger: Ledger,
@@ -240,7 +240,7 @@ def _gap(
     state: SlotState | None,
     warn: Callable[[str], None],
 ) -> bool:
-    """Whether there are, or may be, changes behind the frontier that the slot does not bring."""
+    """Return whether there are, or may be, changes past the frontier that the slot does not send."""
     if state is None or state.lost or state.confirmed_flush_lsn > _durable(ledger, frontier):
         return True
     if recorded.publication_oid not in (0, publication.oid(conn, recorded.publication)):
@@ -256,7 +256,7 @@ def _gap(
 
 
 def _durable(ledger: Ledger, frontier: int) -> int:
-    """How far the slot may stand: windows that are prepared are durable, though raw may not name their files yet."""
+    """Return the LSN up to which the slot may be confirmed. Prepared windows are durable, though raw may not name their files yet."""
     return max([frontier, *(window.end_lsn for window in ledger.prepared())])
 
 
@@ -276,26 +276,26 @@ def _require_same_source(lake: Lake, recorded: Source, ours: Source) -> None:
 
 
 def _require_same_publication(conn: Connection, recorded: Source, frontier: int | None) -> None:
-    """See that the publication has been there all the time: the changes of a time without it are in no stream."""
+    """Raise SlotLost unless the publication has existed all the time: no stream has the changes of a time without it."""
     now = publication.oid(conn, recorded.publication)
     if frontier is not None and recorded.publication_oid == _NOT_SENT:
         raise SlotLost(
-            f"The source failed at a change that slot {recorded.slot} had to send, and nothing behind {format_lsn(frontier)} is in the "
-            f"stream. Mend the cause, or leave the table out of the publication; then run `pgwal resnapshot --all` to make the slot "
-            f"anew and read every table again."
+            f"The source failed at a change that slot {recorded.slot} had to send, and the stream has nothing after "
+            f"{format_lsn(frontier)}. Mend the cause, or leave the table out of the publication; then run `pgwal resnapshot --all` to make "
+            f"the slot anew and read every table again."
         )
     if frontier is not None and recorded.publication_oid not in (0, now):
         what = "was dropped" if now is None else "was dropped, or renamed, and made anew"
         raise SlotLost(
-            f"Publication {recorded.publication} {what}, and the changes of the time without it are in no stream. "
+            f"Publication {recorded.publication} {what}, and no stream has the changes of the time without it. "
             f"Run `pgwal resnapshot --all` to read every table again."
         )
 
 
 def _require_same_history(settings: Settings, conn: Connection, recorded: Source, ours: Source, frontier: int | None) -> None:
-    """See that the source still has all that the lake has: an older copy has not, nor has a standby that was promoted too early.
+    """Raise LakeError or SlotLost unless the source has everything that the lake has: an older copy or a lagging standby does not.
 
-    Two servers with one timeline and one LSN have the same WAL up to there; a later timeline has it up to where it left the earlier one.
+    Two servers on one timeline have the same WAL up to the same LSN. A later timeline has it up to where it left the earlier one.
     """
     if frontier is None:
         return
@@ -311,13 +311,14 @@ def _require_same_history(settings: Settings, conn: Connection, recorded: Source
         return
     left = left_at(settings.dsn, recorded.timeline, ours.timeline)
     if left is None or left < frontier:
-        how = "does not come from" if left is None else f"left, at {format_lsn(left)},"
+        was = recorded.timeline
+        how = f"does not come from timeline {was}" if left is None else f"left timeline {was} at {format_lsn(left)}"
         raise SlotLost(
-            f"The source was promoted or restored: its timeline {ours.timeline} {how} timeline {recorded.timeline}, of which {holds}: "
-            f"some of them it never had. Run `pgwal resnapshot --all` to make the slot anew and read every table again."
+            f"The source was promoted or restored: its timeline {ours.timeline} {how}, but {holds}, some of which the source never had. "
+            f"Run `pgwal resnapshot --all` to make the slot anew and read every table again."
         )
 
 
 def _origin(slot_name: str, lsn: int) -> Window:
-    """The empty window at which a new slot begins, so that there is a frontier from the start."""
+    """Return the empty window at which a new slot begins: the ledger has a frontier from then on."""
     return Window(key=window_key(lsn), slot=slot_name, start_lsn=lsn, end_lsn=lsn, state="complete")

@@ -1,8 +1,8 @@
-"""The catch-up: a long backlog is cut into windows that are read side by side, each by a process of its own, and count all together.
+"""Catch up: read a long backlog as windows side by side, each in a process of its own, and commit all of them together.
 
-The plan stands in the ledger before the first slot is made, and so does every window as soon as its files are durable. Whatever dies, the
-next drain takes the windows that are there and reads the others again, with the same borders. Nothing of a plan counts before all of it
-has been read: the tables are reviewed over all windows at once, and the frontier then passes all of them in one step.
+The plan is recorded in the ledger before the first slot is copied, and each window as soon as its files are durable. After a crash the next
+drain keeps the windows that have been read and reads the others, with the same limits. No window is committed before all of them have been
+read: the tables are reviewed over all windows at once, and the frontier then passes all of them in one step.
 """
 
 import os
@@ -33,22 +33,22 @@ from pgwal_pipeline.values.xid import Snapshot
 
 _LEAST_WINDOW = 256 << 10  # bytes of WAL; less is not worth a process
 _LEAST_BUDGET = 1 << 20  # bytes
-_CORES_FOR_BOTH = 4  # with fewer that source and readers share, two windows took longer than one (`python -m bench catch_up`)
+_CORES_FOR_BOTH = 4  # if source and readers share fewer, two windows took longer than one (`python -m bench catch_up`)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Into how many windows a backlog is cut, and why into one where more were asked for."""
+    """The number of windows of a backlog; `reason` says why it is one although more were asked for."""
 
     windows: int
     reason: str | None = None
 
 
 def windows_for(lag: int, threshold: int, slots: int, room: Room, cores: int) -> Split:
-    """How many windows a backlog of `lag` bytes is worth, by PGWAL_CATCHUP_THRESHOLD and PGWAL_CATCHUP_SLOTS.
+    """Return the number of windows for a backlog of `lag` bytes; `threshold` and `slots` are the settings of a catch-up.
 
-    At most one for each of this machine's `cores`, and besides the first no more than half of the slots and walsenders that are free (the
-    first one's walsender is not counted among them yet).
+    There is at most one window for each of `cores`. Besides the first, which reads the slot itself, they use at most half of the free slots
+    and walsenders. `room` still includes the walsender of the first.
     """
     wanted = min(slots, lag // _LEAST_WINDOW - 1)
     if lag < threshold or wanted < 1:
@@ -66,12 +66,12 @@ def windows_for(lag: int, threshold: int, slots: int, room: Room, cores: int) ->
 
 
 def borders(start_lsn: int, end_lsn: int, windows: int) -> tuple[int, ...]:
-    """The ends of `windows` windows of about equal WAL bytes that follow one another from `start_lsn` to `end_lsn`."""
+    """Return the end LSNs of `windows` windows of about equal size that follow one another from `start_lsn` to `end_lsn`."""
     return tuple(start_lsn + (end_lsn - start_lsn) * number // windows for number in range(1, windows + 1))
 
 
 def cores() -> int:
-    """How many cores this process may keep busy, a container's limit included."""
+    """Return how many cores this process may use, under a container's limit."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -81,9 +81,9 @@ def cores() -> int:
 
 
 def plan(ctx: DrainContext, start_lsn: int, end_lsn: int, ended: str) -> Plan | None:
-    """Cut the backlog if it is long enough and there is room, and write the plan down; None where one reader is to do it all.
+    """Plan a catch-up and record the plan; None if the backlog is too short or there is no room, so that one reader does it all.
 
-    `ended` is what `pg_current_snapshot()` says now.
+    `ended` is the text of a `pg_current_snapshot()` taken after `end_lsn` was chosen.
     """
     settings, lag = ctx.settings, end_lsn - start_lsn
     if settings.catchup_slots == 0 or lag < settings.catchup_threshold:
@@ -107,10 +107,11 @@ def plan(ctx: DrainContext, start_lsn: int, end_lsn: int, ended: str) -> Plan | 
 def carry_out(
     ctx: DrainContext, plan: Plan, before: Mapping[TableName, CatalogEntry]
 ) -> tuple[tuple[Window, ...], dict[TableName, CatalogEntry]] | None:
-    """Read the windows of `plan` that are not read yet, count all of them, and confirm the slot; the windows, and the last looks.
+    """Read the windows of `plan` that have not been read, commit all of them, and confirm the slot.
 
-    `before` are the looks at the tables from before. None where the slot cannot be copied and nothing has been read yet: the plan is given
-    up, and one reader is to do it all. Raises what reading raises, a window's own process included; what has been read by then stays read.
+    `before` are the catalog entries from before. Returns the windows and the catalog entries now; None, with the plan given up, if the slot
+    cannot be copied and nothing has been read, so that one reader does it all. Raises any error of reading, also one in another process;
+    windows that have been read by then are kept.
     """
     read = _read_all(ctx, plan)
     if read is None:
@@ -128,37 +129,37 @@ def carry_out(
 
 
 def _read_all(ctx: DrainContext, plan: Plan) -> Plan | None:
-    """Have every window of the plan read; the plan, which has more windows then where a connection broke off in one.
+    """Have every window of the plan read and return the plan, with more windows if a connection broke in one.
 
-    None, and nothing done, where no copy of the slot can be had for a plan that is new.
+    Returns None, with nothing read, if the plan is new and the slot cannot be copied.
     """
     ledger, settings = ctx.ledger, ctx.settings
     plan = _refined(ctx, plan)
     known = ledger.reads(plan)
     missing = [limits for limits in plan.ranges if window_key(limits[1]) not in known]
     if known and missing:
-        ctx.progress.say(f"{len(known)} of {len(plan.ends)} windows were read before; the others are read now.")
+        ctx.progress.say(f"{len(known)} of {len(plan.ends)} windows have been read already; the others are read now.")
     extra = min(len(missing) - 1, windows_for(1 << 62, 0, settings.catchup_slots, copies.room(ctx.conn), cores()).windows - 1)
     budget = max(_LEAST_BUDGET, settings.memory_budget // (1 + max(0, extra)))
     with ExitStack() as stack:
-        crew = [
+        processes = [
             stack.enter_context(CatchUpProcess(settings, limits, budget, ctx.server_version, _stage(plan, limits), ctx.progress))
             for limits in missing[1 : 1 + max(0, extra)]
         ]
-        refused = [process.failure for process in crew if not process.has_slot()]
+        refused = [process.failure for process in processes if not process.has_slot()]
         failpoints.hit("catch_up.ready")
         if refused and not known:
-            ctx.warn(f"The backlog is drained by one reader alone, for the slot cannot be copied: {refused[0]}")
+            ctx.warn(f"The backlog is drained by one reader alone, since the slot cannot be copied: {refused[0]}")
             return None
         try:
             if missing:
                 _read_here(ctx, plan, missing[0], budget)
         except SourceUnavailable as error:
-            # The others may have kept their connections, and what they read is not to be read again.
-            ctx.progress.say(f"{_stage(plan, missing[0]).capitalize()} broke off: {error}")
-        for process in crew:
+            # The other processes may still be connected: wait for them, so that their windows need not be read again.
+            ctx.progress.say(f"{_stage(plan, missing[0]).capitalize()} was not read to its end: {error}")
+        for process in processes:
             process.wait()
-        for process in crew:
+        for process in processes:
             if process.failure is not None and not process.may_be_tried_again:
                 raise process.failure
             if process.failure is not None:
@@ -173,7 +174,7 @@ def _read_all(ctx: DrainContext, plan: Plan) -> Plan | None:
 
 
 def _refined(ctx: DrainContext, plan: Plan) -> Plan:
-    """The plan with what broke off cut from the rest, as the ledger has it from now on."""
+    """Cut windows in two whose reading broke off, record the plan, and return it."""
     refined = ctx.ledger.refined(plan)
     if refined != plan:
         ctx.ledger.record_plan(refined)
@@ -181,40 +182,30 @@ def _refined(ctx: DrainContext, plan: Plan) -> Plan:
 
 
 def _read_here(ctx: DrainContext, plan: Plan, limits: tuple[int, int], budget: int, expected: Mapping[str, Schema] | None = None) -> None:
-    """Read one window in this process and write down that it has been read."""
+    """Read one window in this process and record that it has been read."""
     with _stream(ctx, plan, limits[0]) as stream:
-        read = read_ahead(
-            stream,
-            ctx.settings,
-            ctx.ledger,
-            ctx.conn,
-            limits,
-            memory_budget=budget,
-            progress=ctx.progress,
-            stage=_stage(plan, limits),
-            expected=expected,
-        )
+        read = read_ahead(ctx, stream, limits, budget, stage=_stage(plan, limits), expected=expected)
     failpoints.hit("drain.after_files")
     ctx.ledger.record_read(read)
     failpoints.hit("catch_up.read_here")
 
 
 def _stream(ctx: DrainContext, plan: Plan, start_lsn: int) -> ReplicationStream:
-    """The stream from one window on: the slot's own for the first, for a later one a copy's, which skips what lies before much faster."""
+    """Return the stream of a window: the slot's own for the first, a copy's for a later one, since a copy skips WAL much faster."""
     settings = ctx.settings
     if start_lsn > plan.start_lsn:
         try:
             copy = SlotCopy.make(settings.dsn, settings.slot, blocked_timeout=settings.blocked_timeout, warn=ctx.warn)
             return copy.stream(settings.publication, start_lsn, server_version=ctx.server_version)
         except SourceRefused as refusal:
-            ctx.progress.say(f"The slot itself is read from {format_lsn(start_lsn)} on, for it cannot be copied: {refusal}")
+            ctx.progress.say(f"The slot itself is read from {format_lsn(start_lsn)} on, since it cannot be copied: {refusal}")
     return open_stream(ctx, start_lsn)
 
 
 def _fitting(ctx: DrainContext, plan: Plan) -> list[Read]:
-    """What has been read of all windows, in their order; one whose files do not fit after those before it is read again until it does.
+    """Return what has been read of all windows, in order; a window whose files do not fit those before it is read again first.
 
-    That is one in which a column has another type than in an earlier window that made it: neither knew of the other.
+    They do not fit if a column is new in one window and has another type in a later one, which was read without knowing of it.
     """
     while True:
         known = ctx.ledger.reads(plan)
@@ -224,7 +215,7 @@ def _fitting(ctx: DrainContext, plan: Plan) -> list[Read]:
             return reads
         number, expected = misfit
         limits = plan.ranges[number]
-        ctx.progress.say(f"{_stage(plan, limits).capitalize()} is read again: a column has another type there than in the one before.")
+        ctx.progress.say(f"{_stage(plan, limits).capitalize()} is read again: a column has another type in it than in an earlier one.")
         ctx.ledger.forget_read(reads[number].window)
         _read_here(ctx, plan, limits, ctx.settings.memory_budget, expected)
 
@@ -235,9 +226,9 @@ def _stage(plan: Plan, limits: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DrainRate:
-    """How a drain kept up with its source: bytes of WAL drained and written meanwhile, in `seconds`.
+    """The rate of a drain and of its source: bytes of WAL drained, and bytes written meanwhile, in `seconds`.
 
-    `left` are the bytes still unread at its end, `safe` those that may be written until the slot is in danger, None where nothing says so.
+    `left` are the bytes still unread at its end; `safe` are the bytes that may be written before the slot may be lost, None if unlimited.
     """
 
     drained: int
@@ -248,16 +239,16 @@ class DrainRate:
 
 
 def falling_behind(slot: str, pace: DrainRate, threshold: int) -> str | None:
-    """The warning that a backlog past `threshold` bytes grows faster than it is drained, and what comes of it; None if it does not."""
+    """Return the warning that a backlog of more than `threshold` bytes grows faster than it is drained; None if it does not."""
     if pace.left < threshold or pace.written <= pace.drained or pace.seconds <= 0:
         return None
     source, ours = pace.written / pace.seconds, pace.drained / pace.seconds
     seconds = seconds_to_loss(pace.safe, source - ours)
     if seconds is None:
-        comes = f"nothing limits what slot {slot} keeps, so that it fills the source's disk (max_slot_wal_keep_size would limit it)"
+        effect = f"the WAL that slot {slot} keeps fills the source's disk, since nothing limits it (max_slot_wal_keep_size would)"
     else:
-        comes = f"slot {slot} is lost in about {duration(seconds)} at these rates (max_slot_wal_keep_size)"
+        effect = f"slot {slot} is lost in about {duration(seconds)} at these rates (max_slot_wal_keep_size)"
     return (
         f"The backlog grows faster than it is drained: the source writes {source / 2**20:.1f} MB of WAL a second, {ours / 2**20:.1f} MB "
-        f"are drained, and {comes}. Give the drain more cores and PGWAL_CATCHUP_SLOTS, or write less."
+        f"are drained, and {effect}. Give the drain more cores and PGWAL_CATCHUP_SLOTS, or write less."
     )

@@ -1,4 +1,4 @@
-"""A process that reads one window of a catch-up, as the drain that started it sees it."""
+"""Run a process that reads one window of a catch-up, and follow what it reports."""
 
 import json
 import os
@@ -13,16 +13,16 @@ from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.settings import PREFIX, Settings
 
 _PROGRAM = "pgwal_pipeline.pipeline.catch_up_worker"
-_KEPT = "PGWAL_FAILPOINTS"
+_INHERITED = "PGWAL_FAILPOINTS"
 _STARTING = 60.0  # seconds for a process to start and to copy the slot
-_ENDING = 10.0  # seconds for one to take its files away when it is to stop
+_ENDING = 10.0  # seconds for a process that is stopped to remove its files
 
 
 class CatchUpProcess:
-    """Reads the window `limits` on a copy of the slot; ends with this process, however this one ends. A context manager.
+    """A child process that reads the window `limits` on a copy of the slot. A context manager, which stops it at the end.
 
-    It gets its settings by environment, says how far it is on its standard output, which `progress` shows as `stage`, and stops when its
-    standard input ends, which it does with this process. `failure` says why it did not end well, None while it may still.
+    The child gets its settings in the environment and reports on standard output; `progress` shows how far it is as `stage`. It stops when
+    its standard input ends, so that it never outlives this process. `failure` is the error that it failed with, None if it has not failed.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class CatchUpProcess:
         self._has_slot = False
         self._done = False
         given = settings.to_environment()
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name == _KEPT}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name == _INHERITED}
         command = [sys.executable, "-m", _PROGRAM, *map(str, limits), str(server_version), str(memory_budget)]
-        # In a group of its own a terminal's Ctrl-C does not reach it: this process decides when it ends.
+        # In a process group of its own a terminal's Ctrl-C does not reach it: this process decides when it ends.
         self._process = subprocess.Popen(
             command, env=inherited | given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
         )
@@ -52,19 +52,19 @@ class CatchUpProcess:
         self.close()
 
     def has_slot(self) -> bool:
-        """Whether it has a copy of the slot; waits until that is known. If it has none, `failure` says why."""
+        """Wait until it is known whether the child has a copy of the slot, and return that. If it has none, `failure` says why."""
         self._ready.wait(_STARTING)
         if not self._has_slot and self.failure is None:
-            self._fail(SourceRefused(f"its process did not get one within {_STARTING:.0f} s."), again=True)
+            self._fail(SourceRefused(f"its process did not get a copy within {_STARTING:.0f} s."), again=True)
         return self._has_slot
 
     def wait(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the child has ended."""
         while self._reader.is_alive():
             self._reader.join(0.5)
 
     def close(self) -> None:
-        """Stop it, if it is still at work; it takes away what it has written."""
+        """Stop the child if it is still running; it then removes its files."""
         stdin = self._process.stdin
         assert stdin is not None
         stdin.close()
@@ -76,20 +76,20 @@ class CatchUpProcess:
         self._reader.join()
 
     def _follow(self) -> None:
-        """Take in what it says, to its end."""
+        """Read the child's reports until it ends."""
         stdout = self._process.stdout
         assert stdout is not None
         with stdout:
             for line in stdout:
-                self._take(json.loads(line))
+                self._handle(json.loads(line))
         code = self._process.wait()
         if not self._done and self.failure is None:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            self._fail(PgwalError(f"The process of {self._stage} {how} before it had read it; run the drain again."), again=True)
+            self._fail(PgwalError(f"The process of {self._stage} {how} before the window was read; run the drain again."), again=True)
         self._ready.set()
 
-    def _take(self, said: dict[str, Any]) -> None:
-        match said:
+    def _handle(self, report: dict[str, Any]) -> None:
+        match report:
             case {"ready": _}:
                 self._has_slot = True
                 self._ready.set()
@@ -97,13 +97,13 @@ class CatchUpProcess:
                 self._progress.stage(self._stage, done, total, "bytes of WAL")
             case {"say": text}:
                 self._progress.say(f"{self._stage}: {text}")
-            case {"error": {**said_error}}:
-                failure = error_from_json(said_error)
+            case {"error": {**fields}}:
+                failure = error_from_json(fields)
                 self._fail(failure, again=failure.transient or not self._has_slot)
             case {"done": _}:
                 self._done = True
             case _:
-                raise ValueError(f"{said!r} is nothing that the process of a window says")
+                raise ValueError(f"{report!r} is not a report of the process of a window")
 
     def _fail(self, failure: PgwalError, *, again: bool) -> None:
         self.failure = failure

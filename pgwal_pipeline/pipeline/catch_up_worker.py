@@ -1,8 +1,7 @@
 """`python -m pgwal_pipeline.pipeline.catch_up_worker START END VERSION BUDGET`: reads one window of a catch-up on a copy of the slot.
 
-The copy is a temporary one. Started by `CatchUpProcess` with the settings in its environment; a line of JSON on its standard output for
-each thing that it has to say. It stops when its standard input ends, as that does with the process that started it, and takes away what
-it has written.
+The copy is a temporary slot. `CatchUpProcess` starts this program, with the settings in the environment. Each report is a line of JSON on
+standard output. When its standard input ends, as it does if the parent process ends, it removes its files and stops.
 """
 
 import atexit
@@ -21,106 +20,106 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.messages.errors import error_to_json
-from pgwal_pipeline.pipeline.window_commit import read_ahead
+from pgwal_pipeline.pipeline.window_commit import DrainContext, read_ahead
 from pgwal_pipeline.postgres.copies import SlotCopy
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn
 
-_SHOWN_EVERY = 0.5  # seconds between two words on how far it is
-_LAST_WORDS = 5.0  # seconds to take its files away
+_REPORT_EVERY = 0.5  # seconds between two reports of progress
+_CLEANUP = 5.0  # seconds to remove the files
 
 
 class _Stopped(BaseException):
-    """Nobody wants the window any more."""
+    """Raised when the parent process has ended or no longer wants the window."""
 
 
-class _Teller:
-    """Tells the process that started this one, as its `Progress` too."""
+class _Reporter:
+    """Sends reports to the parent process. It is the `Progress` of this one."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._shown = 0.0
+        self._reported = 0.0
 
-    def tell(self, **said: Any) -> None:
-        self._out.write(json.dumps(said) + "\n")
+    def send(self, **report: Any) -> None:
+        self._out.write(json.dumps(report) + "\n")
         self._out.flush()
 
-    def stage(self, name: str, done: int, total: int | None, unit: str) -> None:  # noqa: ARG002 - the other names it
-        """Tell now and then."""
+    def stage(self, name: str, done: int, total: int | None, unit: str) -> None:  # noqa: ARG002 - the parent has its own name and unit
+        """Report progress, at most once every `_REPORT_EVERY` seconds, and at the end."""
         now = time.monotonic()
-        if now - self._shown >= _SHOWN_EVERY or done == total:
-            self._shown = now
-            self.tell(stage=[done, total])
+        if now - self._reported >= _REPORT_EVERY or done == total:
+            self._reported = now
+            self.send(stage=[done, total])
 
     def warn(self, text: str) -> None:
-        """Tell it."""
-        self.tell(say=text)
+        """Report a warning, as a step that was taken."""
+        self.send(say=text)
 
     def say(self, text: str) -> None:
-        """Tell it."""
-        self.tell(say=text)
+        """Report a step that was taken."""
+        self.send(say=text)
 
 
 def main() -> None:
-    """Read the window that the arguments name, and end with 0 once the ledger has it."""
-    atexit.register(gc.freeze)  # nothing that it has loaded is garbage, to be looked for at its end
-    # Nothing but what is told may stand on standard output, whatever a library prints.
-    teller = _Teller(os.fdopen(os.dup(1), "w"))
+    """Read the window that the arguments name, and exit with code 0 once it is recorded in the ledger."""
+    atexit.register(gc.freeze)  # spares the collector a search through everything loaded when the interpreter exits
+    # Standard output takes reports only; what a library prints goes to standard error.
+    reporter = _Reporter(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)
-    # Until the handler is set nothing has been written, and the signal may end the process by itself.
-    threading.Thread(target=_end_with_the_other, daemon=True).start()
+    # Until the handler is set nothing has been written, so that the signal may simply end the process.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         signal.signal(signal.SIGTERM, _stop)
-        code = _work(teller)
+        code = _work(reporter)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except _Stopped:
         code = 1
     sys.exit(code)
 
 
-def _work(teller: _Teller) -> int:
+def _work(reporter: _Reporter) -> int:
     start, end, version, budget = map(int, sys.argv[1:5])
     try:
-        _read(Settings.from_environment(), (start, end), version, budget, teller)
-        teller.tell(done=True)
+        _read(Settings.from_environment(), (start, end), version, budget, reporter)
+        reporter.send(done=True)
     except BrokenPipeError:
         return 1
-    except Exception as error:  # noqa: BLE001 - the other raises it
+    except Exception as error:  # noqa: BLE001 - sent to the parent, which raises it
         with suppress(BrokenPipeError):
-            teller.tell(error=error_to_json(error))
+            reporter.send(error=error_to_json(error))
         return 1
     return 0
 
 
-def _read(settings: Settings, limits: tuple[int, int], version: int, budget: int, teller: _Teller) -> None:
-    ledger = Ledger(Lake(settings.lake))
+def _read(settings: Settings, limits: tuple[int, int], version: int, budget: int, reporter: _Reporter) -> None:
     timeout = settings.blocked_timeout
     with (
         closing(connect(settings.dsn)) as conn,
-        closing(SlotCopy.make(settings.dsn, settings.slot, blocked_timeout=timeout, warn=teller.warn)) as copy,
+        closing(SlotCopy.make(settings.dsn, settings.slot, blocked_timeout=timeout, warn=reporter.warn)) as copy,
     ):
-        teller.tell(ready=True)
+        reporter.send(ready=True)
         failpoints.hit("catch_up.copied")
-        teller.say(f"{copy.name} is moved to {format_lsn(limits[0])}")
+        reporter.say(f"{copy.name} is moved to {format_lsn(limits[0])}")
         with copy.stream(settings.publication, limits[0], server_version=version) as stream:
             failpoints.hit("catch_up.moved")
-            read = read_ahead(stream, settings, ledger, conn, limits, memory_budget=budget, progress=teller)
+            ctx = DrainContext(settings, Ledger(Lake(settings.lake)), conn, version, reporter.warn, reporter)
+            read = read_ahead(ctx, stream, limits, budget)
             failpoints.hit("catch_up.after_files")
-            ledger.record_read(read)
+            ctx.ledger.record_read(read)
             failpoints.hit("catch_up.recorded")
 
 
 def _stop(_: int, __: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough; a second would break off the cleaning up
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal would interrupt the cleanup
     raise _Stopped
 
 
-def _end_with_the_other() -> None:
+def _end_with_parent() -> None:
     while os.read(0, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_LAST_WORDS)
+    time.sleep(_CLEANUP)
     os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Counting the windows of one stream in their order, each while the next one is read."""
+"""Commit the windows of one stream in order, each while the next one is read."""
 
 import contextvars
 import time
@@ -20,13 +20,12 @@ from pgwal_pipeline.values.xid import Snapshot
 
 
 class Committer:
-    """Reviews and counts windows one after another on a thread of its own; a context manager that waits for the last of them.
+    """Reviews and commits windows one after another on a thread of its own; a context manager that waits for the last of them.
 
-    Where the block ends because a connection broke, be it the stream's or the one on which windows are reviewed, it raises StreamBroke with
-    the windows that count by then.
+    If a connection broke, the stream's or the one for reviews, the context manager raises StreamBroke with the windows that are complete.
 
-    `before` are the looks at the tables from before any of them was read. `windows` are those that count, `reached` is the LSN where the
-    last of them ends, 0 before the first: the slot may be confirmed to there.
+    `before` are the catalog entries from before the first window. `windows` are those that are complete. `reached` is the end of the last
+    of them, 0 before the first: the slot may be confirmed up to there.
     """
 
     def __init__(self, ctx: DrainContext, before: Mapping[TableName, CatalogEntry]) -> None:
@@ -47,18 +46,18 @@ class Committer:
             raise StreamBroke(error, error.kept if isinstance(error, StreamBroke) else None, self.windows) from error
 
     def take(self, read: WindowRead) -> None:
-        """Count a window behind which the stream goes on; waits until the one before it counts, and raises what that raised."""
+        """Have a window committed that is not the last. Waits until the one before it is complete, and raises an error of that one."""
         self.wait()
         failpoints.hit("drain.between_windows")
         self.submit(read, None)
 
     def submit(self, read: WindowRead, ended: Snapshot | None) -> Future[None]:
-        """Have a window counted after those before it; `ended` is as `review` has it."""
+        """Have a window committed after those before it; `ended` is as for `review`."""
         self._pending = self._pool.submit(self._context.run, self._commit, self._pending, read, ended)
         return self._pending
 
     def wait(self) -> None:
-        """Wait until every window taken so far counts; raises what kept one from it."""
+        """Wait until every window taken so far is complete; raises the error that prevented it."""
         if self._pending is not None:
             self._pending.result()
 
@@ -69,7 +68,7 @@ class Committer:
         ctx = self._ctx
         window = window_of(ctx.settings.slot, read)
         review(ctx, self._before, read.facts, ended)
-        (counted,) = commit_windows(ctx.ledger, [window], ctx.warn)
+        (complete,) = commit_windows(ctx.ledger, [window], ctx.warn)
         spent = time.perf_counter() - started
-        self.windows.append(replace(counted, seconds=read.seconds | {"write": read.seconds["write"] + spent}))
+        self.windows.append(replace(complete, seconds=read.seconds | {"write": read.seconds["write"] + spent}))
         self.reached = read.end_lsn

@@ -1,4 +1,4 @@
-"""Everything the pipeline stands on, looked at one by one before anything is touched."""
+"""Check everything that the pipeline needs, one thing after another."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from pgwal_pipeline.values.lsn import format_lsn
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at: what was found, and what mends it where it is not `ok`."""
+    """The result of one check: what was found, and how to fix it if `ok` is false."""
 
     name: str
     ok: bool
@@ -28,24 +28,24 @@ class Check:
     mend: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The check as `pgwal doctor --json` shows it."""
+        """Return the check as `pgwal doctor --json` shows it."""
         return asdict(self)
 
 
 def examine(environment: Mapping[str, str]) -> list[Check]:
-    """Look at settings, source, lake, Dagster's folder and Spark; never raises for what it finds wrong, and changes nothing."""
+    """Check settings, source, lake, Dagster's folder and Spark. Raises nothing for what it finds, and changes nothing."""
     try:
         settings = Settings.from_environment(environment)
         dsn = settings.dsn
     except SettingError as error:
-        return [Check("settings", False, str(error), "Set the variable as the sentence says; .env.example lists them all.")]
+        return [Check("settings", False, str(error), "Set the variable as the message says; .env.example lists them all.")]
     checks = [Check("settings", True, f"lake {settings.lake}, slot {settings.slot}, publication {settings.publication}")]
     checks += [
         Check(check.name, check.ok, check.found, check.mend)
         for check in health.doctor_checks(dsn, slot=settings.slot, publication=settings.publication, globs=settings.tables)
     ]
     checks.append(_probe("lake", lambda: _lake(settings)))
-    if all(check.ok for check in checks):  # else they have said already what is in the way
+    if all(check.ok for check in checks):  # else a check above has already reported the cause
         checks.append(_probe("agreement", lambda: _agreement(settings)))
     checks.append(_probe("followed", lambda: _tables(settings)))
     checks.append(_dagster(environment.get("DAGSTER_HOME") or ".dagster"))
@@ -54,11 +54,11 @@ def examine(environment: Mapping[str, str]) -> list[Check]:
     return checks
 
 
-def _probe(name: str, look: Callable[[], Check]) -> Check:
+def _probe(name: str, check: Callable[[], Check]) -> Check:
     try:
-        return look()
+        return check()
     except PgwalError as error:
-        return Check(name, False, str(error), "Do as the sentence says, then run `pgwal doctor` again.")
+        return Check(name, False, str(error), "Do what the message says, then run `pgwal doctor` again.")
 
 
 def _lake(settings: Settings) -> Check:
@@ -77,29 +77,29 @@ def _lake(settings: Settings) -> Check:
 
 
 def _tables(settings: Settings) -> Check:
-    """Whether all tables are followed: one in error stops no other, but a sync ends with 1 for it."""
+    """Check that no table is in error. Such a table does not stop the others, but makes `pgwal sync` end with 1."""
     failed = {str(name): state.reason for name, state in Ledger(Lake(settings.lake)).tables().items() if state.state == "error"}
     if not failed:
         return Check("followed", True, "no table is in error")
     reasons = " ".join(f"{name}: {reason}" for name, reason in failed.items())
     back = ", ".join(f"pgwal resnapshot '{name}'" for name in failed)
-    return Check("followed", False, f"{len(failed)} in error, the others go on. {reasons}", f"Mend the cause, then run {back}.")
+    return Check("followed", False, f"{len(failed)} in error; the others go on. {reasons}", f"Fix the cause, then run {back}.")
 
 
 def _agreement(settings: Settings) -> Check:
-    """Whether source, slot, publication and lake belong together, as every drain looks first."""
+    """Check that source, slot, publication and lake belong together, as every drain does first."""
     try:
         with connect(settings.dsn) as conn:
             require_agreement(settings, conn)
     except SlotLost as loss:
         if settings.on_slot_loss == "stop":
             raise
-        return Check("agreement", True, f"{loss} The next run does so, as PGWAL_ON_SLOT_LOSS=resnapshot says.")
+        return Check("agreement", True, f"{loss} The next run does that by itself (PGWAL_ON_SLOT_LOSS=resnapshot).")
     return Check("agreement", True, "source, slot, publication and lake belong together")
 
 
 def _dagster(folder: str) -> Check:
-    """Whether Dagster's instance can be in `folder`, which the first run makes."""
+    """Check that Dagster's instance can be in `folder`, which the first run creates."""
     try:
         home = place = Path(folder).expanduser().absolute()
     except RuntimeError as error:
@@ -107,14 +107,14 @@ def _dagster(folder: str) -> Check:
     try:
         while not (place.exists() or place.is_symlink()):
             place = place.parent
-        reason = None if place.is_dir() else f"{place} is no folder"
+        reason = None if place.is_dir() else f"{place} is not a folder"
         if reason is None and not os.access(place, os.W_OK | os.X_OK):
             reason = f"this user may not write to {place}"
     except OSError as error:
         reason = str(error.strerror)
     if reason is not None:
         return Check("dagster", False, f"DAGSTER_HOME cannot be {home} ({reason})", "Set DAGSTER_HOME to a folder that can be written to.")
-    return Check("dagster", True, f"{home} is writable" if place == home else f"the first run makes {home}")
+    return Check("dagster", True, f"{home} is writable" if place == home else f"the first run creates {home}")
 
 
 def _spark(address: str) -> Check:

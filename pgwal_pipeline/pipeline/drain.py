@@ -319,16 +319,8 @@ def _drain_windows(
                 stream.confirm(committer.reached)
 
         try:
-            last = read_from(
-                stream,
-                ctx.ledger,
-                ctx.conn,
-                (stretch.start_lsn, stretch.end_lsn),
-                memory_budget=ctx.settings.memory_budget,
-                largest_row=ctx.settings.largest_row,
-                progress=ctx.progress,
-                portions=WindowLimits(ctx.settings.window_size, ctx.settings.window_time, committer.take, between),
-            )
+            portions = WindowLimits(ctx.settings.window_size, ctx.settings.window_time, committer.take, between)
+            last = read_from(ctx, stream, (stretch.start_lsn, stretch.end_lsn), ctx.settings.memory_budget, portions=portions)
         except StreamBroke as broke:
             committer.wait()
             _keep(ctx, broke, stretch.ended)

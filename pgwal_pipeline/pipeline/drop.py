@@ -1,4 +1,4 @@
-"""Taking everything of ours off the source again."""
+"""Remove what the pipeline made on the source."""
 
 from pgwal_pipeline.postgres import publication, slot
 from pgwal_pipeline.postgres.dsn import connect
@@ -6,10 +6,10 @@ from pgwal_pipeline.settings import Settings
 
 
 def drop(settings: Settings) -> list[str]:
-    """Drop our slot and our publication; the lake stays. Returns what was there, as `slot NAME` or `publication NAME`.
+    """Drop our slot and our publication, and return what was dropped, as `slot NAME` or `publication NAME`. The lake stays.
 
-    Copies of the slot go with the drain that made them. A publication that somebody else made stays. Raises SlotBusy while a drain reads
-    the slot, SourceRefused where a slot of that name is of another kind than ours.
+    Copies of the slot end with the drain that made them. A publication that is not ours stays. Raises SlotBusy if a drain holds the slot
+    for longer than PGWAL_BUSY_TIMEOUT, SourceRefused if a slot of that name is of another kind than ours.
     """
     dropped = []
     with slot.exclusive(settings.dsn, settings.slot, settings.busy_timeout), connect(settings.dsn) as conn:

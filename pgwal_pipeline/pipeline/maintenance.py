@@ -1,4 +1,4 @@
-"""Maintenance: raw is cut to what may still be needed, small files are joined, and files that nobody reads any more are removed."""
+"""Maintenance: prune raw windows that nothing needs any more, join small files, and remove unused files."""
 
 import math
 import time
@@ -20,15 +20,15 @@ from pgwal_pipeline.settings import Settings
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_SHORTEST_HISTORY = timedelta(days=1)  # for readers of a version that is not the newest
+_SHORTEST_HISTORY = timedelta(days=1)  # so that a reader of an older version can finish
 
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceReport:
-    """What one maintenance did. `removed_keys` are the windows that raw has no longer, `oldest_key` is the oldest that it still has.
+    """What one maintenance did. `removed_keys` are the windows that were pruned from raw, `oldest_key` is the oldest that raw still has.
 
-    `files` counts, by what was done (`pruned`, `joined`, `removed`), the files that there are fewer; `seconds` is by the same words and
-    `current`.
+    `files` says how many files each step (`pruned`, `joined`, `removed`) saved, `seconds` how long each step and `current` took.
+    `optimized` is the number of `current` tables whose files were maintained.
     """
 
     removed_keys: tuple[str, ...]
@@ -39,7 +39,7 @@ class MaintenanceReport:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The maintenance as its run carries it."""
+        """Return the report as metadata of a Dagster run."""
         return {
             "maintenance": {"removed_keys": list(self.removed_keys), "files": self.files, "optimized": self.optimized},
             "warnings": list(self.warnings),
@@ -47,10 +47,10 @@ class MaintenanceReport:
 
 
 def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *, progress: Progress) -> MaintenanceReport:
-    """Prune raw windows that are older than PGWAL_RAW_RETENTION, published, and needed by no table; then tidy up every table's files.
+    """Prune raw windows that are older than PGWAL_RAW_RETENTION, published, and needed by no table; then maintain every table's files.
 
-    Versions of `current` can be read for as long as raw is kept, and for a day at least. A table that cannot be tidied up now is warned of
-    and left. Not to be run beside a publish. Raises LakeError.
+    Older versions of `current` can be read for as long as raw is kept, and for a day at least. A table whose maintenance fails is left as
+    it is, with a warning. `current` is left out, with a warning, if a publish runs for longer than PGWAL_BUSY_TIMEOUT. Raises LakeError.
     """
     lake = Lake(settings.lake)
     ledger = Ledger(lake)
@@ -77,10 +77,10 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
     started = time.perf_counter()
     removed = lakes.vacuum(lake, ledger, refused=refused)
     seconds["removed"] = time.perf_counter() - started
-    progress.say(f"There are {joined} files fewer after joining small ones; {removed} that nothing needs any more are removed.")
+    progress.say(f"Joined small files: {joined} fewer. Removed {removed} files that nothing needs any more.")
 
     started = time.perf_counter()
-    optimized, warnings = _tidy_alone(settings, spark_factory, ledger, history, progress) if publish and publish.tables else (0, [])
+    optimized, warnings = _maintain_alone(settings, spark_factory, ledger, history, progress) if publish and publish.tables else (0, [])
     seconds["current"] = time.perf_counter() - started
     kept = [window.key for window in ledger.windows() if window.state != "pruned"]
     return MaintenanceReport(
@@ -93,12 +93,12 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
     )
 
 
-def _tidy_alone(
+def _maintain_alone(
     settings: Settings, spark_factory: Callable[[], "SparkSession"], ledger: Ledger, history: timedelta, progress: Progress
 ) -> tuple[int, list[str]]:
-    """As `_tidy_current`, but not beside a publish; one that goes on for longer than PGWAL_BUSY_TIMEOUT puts it off till the next time.
+    """Do `_maintain_current` under the lock that publishes take; do nothing if a publish holds it for longer than PGWAL_BUSY_TIMEOUT.
 
-    The newest publish then names the versions that were made, which hold the same rows: the files of those before go one day.
+    The newest publish is recorded again with the new versions, which hold the same rows: a later vacuum removes files of the old ones.
     """
     try:
         with alone(settings):
@@ -106,15 +106,15 @@ def _tidy_alone(
             assert publish is not None
             paths = sorted(pointer.path for pointer in publish.tables.values())
             newest = {path: _newest(path) for path in paths}
-            done = _tidy_current(ledger.lake, spark_factory(), paths, history, progress)
-            tidied = {
+            done = _maintain_current(ledger.lake, spark_factory(), paths, history, progress)
+            maintained = {
                 table: replace(pointer, version=after)
                 if newest[pointer.path] == pointer.version and (after := _newest(pointer.path)) is not None
                 else pointer
                 for table, pointer in publish.tables.items()
             }
-            if tidied != publish.tables:
-                ledger.record_publish(replace(publish, tables=tidied))
+            if maintained != publish.tables:
+                ledger.record_publish(replace(publish, tables=maintained))
             return done
     except SlotBusy as error:
         progress.warn(str(error))
@@ -122,15 +122,15 @@ def _tidy_alone(
 
 
 def _newest(path: str) -> int | None:
-    """The newest version of a `current` table; None for one that is damaged or gone."""
+    """Return the newest version of a `current` table; None if it is damaged or gone."""
     try:
         return current.version(path)
     except LakeError:
         return None
 
 
-def _tidy_current(lake: Lake, spark: "SparkSession", paths: list[str], history: timedelta, progress: Progress) -> tuple[int, list[str]]:
-    """Optimize and vacuum the `current` tables at `paths`; how many, and the sentences about those that it could not do now."""
+def _maintain_current(lake: Lake, spark: "SparkSession", paths: list[str], history: timedelta, progress: Progress) -> tuple[int, list[str]]:
+    """Optimize and vacuum the `current` tables at `paths`; return for how many that worked, and a warning for each of the others."""
     warnings = []
     for done, path in enumerate(paths, 1):
         try:

@@ -1,4 +1,4 @@
-"""The publish: `current` of every table is brought to the frontier, and the Delta versions that stand there are recorded as one."""
+"""Publish: bring `current` of every table to the frontier, and record the Delta versions that belong together."""
 
 import time
 from collections import Counter
@@ -32,22 +32,21 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _SIDE_BY_SIDE = 4  # tables merged at once in one session
-_LOOKS = 16  # tables whose Delta log is looked at at once
-_TRIES = 4  # at a table that another writer or the store was in the way of
-_PAUSE = 0.5  # seconds before the second try, doubled for each one after it
-_TIMES_A_KEY = 3  # that a row is read again by its key before its table is given up
-_MANY = 20  # rows named by an error, which then may be of thousands
-
+_PLANNED_AT_ONCE = 16  # tables whose Delta log is read at once
+_TRIES = 4  # for a table, if another writer or the store gets in the way
+_PAUSE = 0.5  # seconds before the second try, doubled for each later one
+_READS_OF_A_KEY = 3  # after which a row is not read again by its key, and its table is in error
+_MANY = 20  # rows named by an error; with as many there may be thousands more
 
 MERGING = ("look", "merge", "replace")
-"""The stages of a publish: a table that failed in one is tried again by the next ones."""
+"""The stages of a publish. A table that failed in one of them is tried again by later publishes."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What brings one table to the frontier. Nothing is to be done where `request` is None: it stands there already, at `pointer`.
+    """The work that brings one table to the frontier. If `request` is None there is none: version `pointer` is at the frontier already.
 
-    With `fault` the look at the table failed, by its own fault.
+    `fault` is set if planning the work failed by the table's own fault.
     """
 
     state: TableState
@@ -63,12 +62,13 @@ def publish(
     tables: Collection[TableName] | None = None,
     progress: Progress,
 ) -> PublishReport:
-    """Merge what raw holds up to the frontier into `current`, and record the publish; with nothing to merge Spark is never started.
+    """Merge what raw has up to the frontier into `current`, and record the publish. Spark is started only if there is something to merge.
 
-    A table whose snapshot is not whole, or not yet passed by the frontier, is left out until it is. One that fails by its own fault goes to
-    state `error`, and the others are published; raw has its changes, so that it is tried again, after pauses that grow. With `tables` only
-    those are merged and nothing is recorded: every table of a publish stands at its LSN, and the next whole publish takes them in. Raises
-    SlotBusy when another publish is at work for longer than PGWAL_BUSY_TIMEOUT.
+    A table is left out until its snapshot is complete and the frontier has passed it. A table that fails by its own fault goes to state
+    `error`, and the others are published; raw has its changes, so later publishes try it again, after pauses that grow. With `tables` only
+    those are merged and no publish is recorded, as its tables must all be at one LSN; the next full publish records them.
+
+    Raises SlotBusy if another publish runs for longer than PGWAL_BUSY_TIMEOUT.
     """
     with alone(settings):
         return _publish(settings, spark_factory, tables, progress)
@@ -76,10 +76,9 @@ def publish(
 
 @contextmanager
 def alone(settings: Settings) -> Iterator[None]:
-    """Change `current` tables beside nobody else. On an object store Spark cannot tell that two commit one and the same version.
+    """Hold the lock for changing `current` tables: on an object store Spark does not notice that two writers commit the same version.
 
-    What guards them is a lock on the source, which ends with its holder. A publish needs no source: while that is away nothing guards it
-    but the look at what it has committed.
+    The lock is in the source and ends with its holder. A publish works while the source is away, then without the lock.
     """
     with ExitStack() as stack:
         with suppress(SourceUnavailable, SourceRefused, SettingError):
@@ -126,7 +125,7 @@ def _plan(lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> li
     known, now = ledger.tables().values(), datetime.now(UTC)
     states = [state for state in known if may_be_merged(state, now) and state.relation is not None]
     published = last.tables if last is not None else {}
-    # A table that the last publish left out may stand anywhere before it.
+    # A table that the last publish left out may be at any LSN before it.
     from_last = all(state.generation == state.published and state.table in published for state in states)
     windows = [
         window
@@ -134,7 +133,7 @@ def _plan(lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> li
         if window.state == "complete" and window.end_lsn <= frontier
     ]
 
-    def look(state: TableState) -> _Work | None:
+    def plan(state: TableState) -> _Work | None:
         try:
             with table_work(lake, state.table, "look", oid=state.oid):
                 return work(state)
@@ -143,35 +142,35 @@ def _plan(lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> li
 
     def work(state: TableState) -> _Work | None:
         assert state.relation is not None
-        whole = state.required_lsn is not None and state.required_lsn <= frontier
-        if state.generation != state.published and whole:
+        passed = state.required_lsn is not None and state.required_lsn <= frontier
+        if state.generation != state.published and passed:
             return _Work(state, None, _replace_request(lake, ledger, state, state.relation, windows, frontier))
         return None if state.published is None else _merge_work(lake, state, state.relation, windows, frontier)
 
-    with ThreadPoolExecutor(_LOOKS, "pgwal-look") as pool:
-        return [found for found in pool.map(look, states) if found is not None]
+    with ThreadPoolExecutor(_PLANNED_AT_ONCE, "pgwal-plan") as pool:
+        return [found for found in pool.map(plan, states) if found is not None]
 
 
 def may_be_merged(state: TableState, now: datetime) -> bool:
-    """Whether a publish takes a table in: it has been read whole, and does not wait after a merge that failed."""
+    """Return whether a publish includes a table: it has been read whole, and is not waiting after a merge that failed."""
     failed = state.state == "error" and state.stage in MERGING and state.due(now)
     return state.generation is not None and (state.state == "ready" or failed)
 
 
 def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list[Window], frontier: int) -> _Work:
-    """The merge from the table's own watermark; none where no window holds a row past it and it has every column.
+    """Return the merge from the table's own watermark; without a request if no window has rows past it and no column is missing.
 
-    The watermark may lie past the last publish: a publish that died had merged this table, or it was merged by itself. Its newest version
-    counts, which maintenance may have made, or a replacement that was in no publish yet.
+    The watermark may be past the last publish, if a publish died after it merged this table, or merged only this table. The table's newest
+    version is used, even if maintenance made it or no publish has it yet.
     """
     path = lake.current(state.location)
-    stands = current.standing(path)
-    if stands is None:
+    found = current.standing(path)
+    if found is None:
         raise LakeError(f"The current table of {state.table} at {path} is gone; run `pgwal resnapshot '{state.table}'` to build it again.")
-    fresh = [window for window in windows if window.end_lsn > stands.watermark]
-    pointer = TablePointer(path, stands.version)
+    fresh = [window for window in windows if window.end_lsn > found.watermark]
+    pointer = TablePointer(path, found.version)
     writes = _writes(lake, state, fresh)
-    if not writes and stands.columns.issuperset(relation.column_names):
+    if not writes and found.columns.issuperset(relation.column_names):
         return _Work(state, pointer, None)
     request = MergeRequest(
         table=state.table,
@@ -179,7 +178,7 @@ def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list
         current_path=path,
         key=relation.key,
         columns=relation.column_names,
-        from_lsn=stands.watermark,
+        from_lsn=found.watermark,
         to_lsn=frontier,
         traits=_traits(writes),
         schema_json=schema_json(copy_schema(relation)),
@@ -194,7 +193,7 @@ def _replace_request(
     assert state.generation is not None
     assert state.required_lsn is not None
     chunks = [chunk for chunk in ledger.chunks(state.location, state.generation) if chunk.snapshot is not None]
-    # What a slot before this one gave ends in a gap, and a row deleted within the gap must not come back.
+    # The changes from an earlier slot end in a gap; a row deleted within the gap must not come back.
     origin = max((window.start_lsn for window in windows if window.start_lsn == window.end_lsn), default=0)
     first_seen = min((Snapshot.parse(chunk.snapshot or "") for chunk in chunks), key=lambda snapshot: snapshot.low, default=None)
     unseen = [window for window in windows if window.end_lsn > origin and not _seen_whole(window, first_seen)]
@@ -220,10 +219,10 @@ def _replace_request(
 
 
 def _seen_whole(window: Window, snapshot: Snapshot | None) -> bool:
-    """Whether every transaction of a window had ended for `snapshot`, and so for every chunk of which it is the oldest."""
+    """Return whether all of a window's transactions had ended in `snapshot`, the oldest one of the chunks, and so in every chunk's."""
     if window.min_xid is None or window.max_xid is None:
         return True
-    if snapshot is None or window.max_xid - window.min_xid >= 1 << 30:  # their 32 bits may have begun anew
+    if snapshot is None or window.max_xid - window.min_xid >= 1 << 30:  # the 32-bit xids may have wrapped around
         return False
     return snapshot.widened(window.max_xid) < snapshot.low
 
@@ -234,7 +233,7 @@ def _writes(lake: Lake, state: TableState, windows: Iterable[Window]) -> list[Ta
 
 
 def _counted(writes: Sequence[TableWrite], state: TableState, windows: Iterable[Window]) -> int:
-    """How many of the rows must be in raw: a raw table that was made anew, or left out, lacks those of windows from before."""
+    """Return how many of the rows must be in raw: a raw table that was made anew or left out lacks the rows of earlier windows."""
     if not state.raw_from:
         return sum(write.rows for write in writes)
     since = {id(write) for window in windows if window.start_lsn >= state.raw_from for write in window.tables}
@@ -257,11 +256,11 @@ def _merge_all(lake: Lake, spark: "SparkSession", works: list[_Work], progress: 
         for attempt in range(_TRIES):
             try:
                 with table_work(lake, work.state.table, stage, oid=work.state.oid, answers=lambda: spark.sql("SELECT 1").collect()):
-                    return work.state.table, _carried_out(lake, spark, work)
+                    return work.state.table, _carry_out(lake, spark, work)
             except TableError as error:
                 return work.state.table, error
             except LakeError as error:
-                # Another's commit, or a store that failed for the moment; the fence keeps what was done from being done twice.
+                # Another writer's commit, or a store that failed for the moment. The LSN in each commit keeps work from being done twice.
                 if not error.transient or attempt == _TRIES - 1:
                     raise
                 time.sleep(_PAUSE * 2**attempt)
@@ -275,12 +274,12 @@ def _merge_all(lake: Lake, spark: "SparkSession", works: list[_Work], progress: 
     return outcomes
 
 
-def _carried_out(lake: Lake, spark: "SparkSession", work: _Work) -> MergeResult:
+def _carry_out(lake: Lake, spark: "SparkSession", work: _Work) -> MergeResult:
     request = work.request
     if isinstance(request, ReplaceRequest):
         return current.replace(spark, request)
     assert request is not None
-    if not request.rows:  # a column that no row has yet
+    if not request.rows:  # there is only a new column that no row has yet
         assert work.state.relation is not None
         ensure_raw_table(lake, work.state.location, change_schema(work.state.relation))
     return current.merge(spark, request)
@@ -289,14 +288,14 @@ def _carried_out(lake: Lake, spark: "SparkSession", work: _Work) -> MergeResult:
 def _record_outcomes(
     ledger: Ledger, works: Iterable[_Work], outcomes: dict[TableName, MergeResult | TableError]
 ) -> tuple[dict[TableName, TablePointer], dict[TableName, str], list[str]]:
-    """Where each table stands now, which failed and why, and warnings of tables of which some rows are to be read again.
+    """Return each table's version, the reasons of those that failed, and warnings about tables of which rows must be read again.
 
-    Generations that became `current` and tables that failed are written to the ledger.
+    Generations that became `current` and tables that failed are recorded in the ledger.
     """
     pointers: dict[TableName, TablePointer] = {}
     errors: dict[TableName, str] = {}
     warnings: list[str] = []
-    changed: dict[TableName, tuple[TableState, TableState]] = {}  # by location: as it was planned for, and as it is now
+    changed: dict[TableName, tuple[TableState, TableState]] = {}  # by location: the state when planned, and the new state
     for work in works:
         state = work.state
         outcome = outcomes.get(state.table)
@@ -318,7 +317,7 @@ def _record_outcomes(
             if state.state == "error":
                 changed[state.location] = state, replace(state.mended(), state="ready")
     if changed:
-        # By their locations: a drain beside may have met another name of a table.
+        # By location: a concurrent drain may have found a new name of a table.
         ledger.amend_tables(
             lambda known: [_with_outcome(state, *changed[state.location]) for state in known.values() if state.location in changed]
         )
@@ -326,22 +325,22 @@ def _record_outcomes(
 
 
 def _to_be_read_again(ledger: Ledger, state: TableState, outcome: MergeResult | TableError | None) -> TableState | None:
-    """The state of a table whose snapshot lacks values of rows that took keys which had been read already; None where that is not so.
+    """Return the new state of a table if rows were missed because their key changed while the table was read; else None.
 
-    Neither the chunk of the old key has such a row nor that of the new one, and the stream does not repeat values that did not change.
-    The rows are read again by their keys; where they are too many, the whole table is.
+    Neither the chunk of the old key nor that of the new key has such a row, and the stream does not repeat values that did not change.
+    The rows are read again by key, or if they are too many, the whole table.
     """
     if not isinstance(outcome, Unresolved) or state.generation is None:
         return None
     if outcome.keys is None:
-        if len(outcome.rows) < _MANY:  # of a type that has no text to ask for it by
+        if len(outcome.rows) < _MANY:  # the key has a type without a text to query by
             return None
         return replace(
             state, state="pending", generation=None, reading=None, reason="it is read again: many keys changed while it was read"
         )
     chunks = ledger.chunks(state.location, state.generation)
     read = Counter(chunk.lower for chunk in chunks if chunk.single)
-    if max(read[key] for key in outcome.keys) >= _TIMES_A_KEY:
+    if max(read[key] for key in outcome.keys) >= _READS_OF_A_KEY:
         return None
     first = max(chunk.chunk for chunk in chunks) + 1
     ledger.record_chunks(
@@ -350,23 +349,23 @@ def _to_be_read_again(ledger: Ledger, state: TableState, outcome: MergeResult | 
             for number, key in enumerate(outcome.keys, first)
         ]
     )
-    reason = f"{len(outcome.keys)} rows that changed their key while it was read are read again"
+    reason = f"{len(outcome.keys)} rows whose key changed while it was read are read again"
     visible = "ready" if state.published is not None else "snapshotting"
     return replace(state, state=visible, generation=None, reading=state.generation, reason=reason)
 
 
 def _reason(state: TableState, work: _Work, error: TableError) -> str:
-    """Why a table is not published: the error's sentence, what failed and where the table stands, and the way back."""
+    """Return why a table is not published: the error's message, the stage, the LSN, and what to do."""
     request = work.request
     at = f"at {format_lsn(request.to_lsn)}" if request is not None else "at the frontier"
     back = f"`pgwal resnapshot '{state.table}'`"
     way = "" if back in str(error) else f" {back} reads it again."
     stage = error.stage or "merge"
-    return f"{error} (at {stage}, {at}; its changes are in raw, and each publish tries it again, after pauses that grow.){way}"
+    return f"{error} (stage {stage}, {at}; its changes are in raw, and publishes try it again, after pauses that grow.){way}"
 
 
 def _in_error(ledger: Ledger) -> dict[TableName, TablePublish]:
-    """The tables that cannot be followed, now or since an earlier run, with the reason."""
+    """Return the tables in error, since this run or an earlier one, with the reason."""
     return {
         state.table: TablePublish(path="", version=None, errors=(state.reason or "unknown",))
         for state in ledger.tables().values()
@@ -375,9 +374,9 @@ def _in_error(ledger: Ledger) -> dict[TableName, TablePublish]:
 
 
 def _with_outcome(known: TableState, planned: TableState, outcome: TableState) -> TableState:
-    """A table's state with what the publish found out about it; the rest may have moved on meanwhile.
+    """Return the table's state in the ledger with the outcome of the publish; a concurrent drain may have changed the rest of it.
 
-    Where a drain has had the table read again since, what the publish found out is of rows that do not count any more.
+    If a drain has meanwhile decided that the table must be read again, the outcome is dropped, as its rows are no longer valid.
     """
     if known.generation != planned.generation or known.left_out:
         return known

@@ -1,7 +1,7 @@
-"""What a drain, a snapshot, a publish and a verification did, as numbers.
+"""Reports of what a drain, a snapshot, a publish and a verification did.
 
-Each report turns into JSON that a Dagster run carries as metadata; `RunReport` joins those of one command into the object that
-`pgwal … --json` prints. LSNs stand as `X/Y` text in JSON and as plain integers here; sizes are bytes, times are seconds.
+Each report has a JSON form that becomes metadata of a Dagster run. `RunReport` joins those of one command into the object that
+`pgwal … --json` prints. LSNs are integers here and `X/Y` text in JSON; sizes are bytes, times are seconds.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import TableName
 
 STAGES: tuple[str, ...] = ("drain", "decode", "write", "snapshot", "session", "publish")
-"""The stages that are timed, in the order in which they stand in JSON."""
+"""The stages that are timed, in the order that they have in JSON."""
 
 
 def _rounded(seconds: float) -> float:
@@ -26,7 +26,7 @@ def _iso(moment: datetime | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TableCounts:
-    """What one table got in a drain. `rows` are those written to raw: a key change writes two, its `K` and its `U`, and counts in both."""
+    """One table's changes in a drain. `rows` are those written to raw: two for a key change, its `K` and its `U`."""
 
     rows: int = 0
     inserts: int = 0
@@ -46,16 +46,16 @@ class TableCounts:
         )
 
     def to_json(self) -> dict[str, int]:
-        """The counts by name."""
+        """Return the counts by name."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class WindowReport:
-    """One window: commit LSNs `start_lsn <= x < end_lsn`, drained.
+    """A window that was drained: the transactions with `start_lsn <= commit LSN < end_lsn`.
 
-    `transactions` are those that held a change, `changes` counts a key change once, `bytes` is what the walsender sent. `seconds` has a
-    number for each of `drain`, `decode` and `write`. `tables` has the counts of the tables that changed in this window.
+    `transactions` is how many had a change, `changes` how many changes there were (a key change is one), `bytes` how much the walsender
+    sent. `seconds` is by stage: `drain`, `decode` and `write`. `tables` has only the tables with changes in this window.
     """
 
     key: str
@@ -68,7 +68,7 @@ class WindowReport:
     tables: Mapping[TableName, TableCounts] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The window as `--json` shows it; `seconds` is the time of the whole drain."""
+        """Return the window as `--json` shows it; its `seconds` is the time of the stage `drain`."""
         return {
             "key": self.key,
             "start_lsn": format_lsn(self.start_lsn),
@@ -82,10 +82,10 @@ class WindowReport:
 
 @dataclass(frozen=True, slots=True)
 class DrainReport:
-    """What one drain did: the windows in the order of their LSNs, none when there was nothing to read.
+    """What one drain did: the windows in the order of their LSNs, none if there was nothing to read.
 
-    `tables` has every published table, idle ones with zeros. `lag_before` and `lag_after` are bytes between the slot's confirmed position
-    and the source's last flushed one.
+    `tables` has every published table, also those without changes. `lag_before` and `lag_after` are bytes between the slot's confirmed
+    LSN and the source's flush LSN.
     """
 
     windows: tuple[WindowReport, ...]
@@ -97,15 +97,15 @@ class DrainReport:
 
     @property
     def changes(self) -> int:
-        """Changes of all windows; a key change counts once."""
+        """The number of changes in all windows; a key change is one."""
         return sum(window.changes for window in self.windows)
 
     def to_json(self) -> dict[str, Any]:
-        """The drain as its run carries it: what `--json` shows, and the tables' counts and the lag besides."""
+        """Return the report as metadata of a run: what `--json` shows, the lag, and the counts of the tables that have rows."""
         return {
             "windows": [window.to_json() for window in self.windows],
             "changes": self.changes,
-            "tables": {str(name): counts.to_json() for name, counts in sorted(self.tables.items())},
+            "tables": {str(name): counts.to_json() for name, counts in sorted(self.tables.items()) if counts.rows},
             "lag_before": self.lag_before,
             "lag_after": self.lag_after,
             "warnings": list(self.warnings),
@@ -115,7 +115,7 @@ class DrainReport:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReport:
-    """One table, read whole. `seconds` from its first chunk's read to its last one's write; `started` is that read's Unix time."""
+    """A table that was read whole. `started` is the Unix time when the reading began, `seconds` how long it took until the last write."""
 
     table: TableName
     rows: int
@@ -125,13 +125,13 @@ class SnapshotReport:
     started: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The snapshot as `--json` shows it."""
+        """Return the snapshot as `--json` shows it."""
         return {"table": str(self.table), "rows": self.rows, "chunks": self.chunks, "seconds": _rounded(self.seconds)}
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotsReport:
-    """The tables that were read, and those that could not be begun: `blocked` says for each which old transactions it waits for."""
+    """The tables that were read. `blocked` has those that could not be read yet, with the old transactions that each waits for."""
 
     tables: tuple[SnapshotReport, ...]
     warnings: tuple[str, ...] = ()
@@ -139,13 +139,13 @@ class SnapshotsReport:
 
     @property
     def seconds(self) -> float:
-        """From the first read to the last write of them all."""
+        """The time from the first read of any table to the last write."""
         if not self.tables:
             return 0.0
         return max(table.started + table.seconds for table in self.tables) - min(table.started for table in self.tables)
 
     def to_json(self) -> dict[str, Any]:
-        """The part that a snapshot run adds to a command's JSON."""
+        """Return the report as metadata of a Dagster run."""
         return {
             "snapshots": [table.to_json() for table in self.tables],
             "warnings": list(self.warnings),
@@ -156,10 +156,10 @@ class SnapshotsReport:
 
 @dataclass(frozen=True, slots=True)
 class TablePublish:
-    """Where a table's `current` stands: the Delta table and the version that belongs to the publish.
+    """A table's part of a publish: the path of its `current`, and its Delta version.
 
-    `version` is None for a table that was never published; `rows_changed` is None where Spark does not tell. `errors` says why the table
-    was left where it is; empty for one that was published.
+    `version` is None for a table that was never published; `rows_changed` is None if Spark does not report it. `errors` says why the table
+    could not be published; it is empty otherwise.
     """
 
     path: str
@@ -170,9 +170,9 @@ class TablePublish:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """All of `current` at one LSN. `lsn` and `published_at` are None where nothing has ever been published.
+    """The `current` tables at one LSN. `lsn` and `published_at` are None before the first publish.
 
-    `seconds` has `session`, the start of Spark, and `publish`, everything else.
+    `seconds` is by stage: `session` (the start of Spark) and `publish` (everything else).
     """
 
     lsn: int | None
@@ -182,7 +182,7 @@ class PublishReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any] | None:
-        """The publish as `pgwal as-of --json` shows it; None before the first one."""
+        """Return the publish as `pgwal as-of --json` shows it; None before the first one."""
         if self.lsn is None:
             return None
         return {
@@ -197,12 +197,12 @@ class PublishReport:
 
     @property
     def errors(self) -> dict[str, str]:
-        """The tables that could not be published, by quoted name, each with its reason."""
+        """The reasons of the tables that could not be published, by the table's quoted name."""
         return {str(name): "; ".join(table.errors) for name, table in sorted(self.tables.items()) if table.errors}
 
 
 def publish_json(report: PublishReport) -> dict[str, Any]:
-    """The part that a publish run adds to the JSON of a command."""
+    """Return the report as metadata of a Dagster run."""
     return {
         "publish": report.to_json(),
         "errors": report.errors,
@@ -213,7 +213,10 @@ def publish_json(report: PublishReport) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TableComparison:
-    """A table of the source against its `current`. `rows` is the source's count; a row with another value counts in `different` alone."""
+    """A comparison of a table with its `current`, in rows: in the source, missing, extra, and `different` (same key, other values).
+
+    Without a key `different` is 0: such a row is one missing and one extra.
+    """
 
     equal: bool
     rows: int
@@ -222,15 +225,15 @@ class TableComparison:
     different: int
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers as `--json` shows them."""
+        """Return the comparison as `--json` shows it."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Source and `current` compared at `lsn`. `drain` and `publish` are what had to be done to bring `current` there.
+    """A comparison of source and `current` at `lsn`. `drain` and `publish` report how `current` was brought there.
 
-    `errors` says of tables that could not be compared why.
+    `errors` has the tables that could not be compared, each with the reason.
     """
 
     lsn: int
@@ -241,7 +244,7 @@ class VerifyReport:
     errors: Mapping[TableName, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as `--json` shows it."""
+        """Return the comparison as `--json` shows it."""
         return {
             "lsn": format_lsn(self.lsn),
             "equal": self.equal,
@@ -251,12 +254,12 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class LagReading:
-    """How far the slot stands behind its source: one cheap reading, nothing decoded.
+    """How far the slot is behind its source. The reading is cheap; no WAL is decoded for it.
 
-    `lag_bytes` is `flush_lsn - confirmed_flush_lsn`, and 0 without a slot. `snapshot` is `pg_current_snapshot()` as text and `insert_lsn`
-    the insert position (the replay position on a standby) read *after* it. So once the slot is confirmed at or past `insert_lsn`, and for
-    as long as the text stays the same, no transaction that wrote anything can be unread: checkpoints and our own reading move the LSN, but
-    not the snapshot. `publish_due`: raw or a snapshot holds something that the newest publish does not.
+    `lag_bytes` is `flush_lsn - confirmed_flush_lsn`, 0 without a slot. `snapshot` is `pg_current_snapshot()` as text; `insert_lsn` is the
+    insert position (on a standby the replay position), read *after* it. If the slot is confirmed at or past `insert_lsn`, every transaction
+    that wrote has been read, for as long as `snapshot` stays the same: checkpoints and our own reading move the LSN, but not the snapshot.
+    `publish_due`: whether raw or a snapshot has something that the newest publish lacks.
     """
 
     slot_exists: bool
@@ -273,10 +276,10 @@ class LagReading:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """One command's outcome, joined from the JSON that its steps left.
+    """The outcome of one command, joined from the JSON of its steps.
 
-    `errors` maps the quoted name of a table that could not be published to its reason, `unread` that of a table that still waits for old
-    transactions to end; they stand beside what `to_json` prints.
+    By the tables' quoted names, `errors` has the reasons of tables that could not be published, and `unread` those of tables that still
+    wait for old transactions to end. `to_json` leaves both out.
     """
 
     windows: tuple[Mapping[str, Any], ...] = ()
@@ -289,7 +292,7 @@ class RunReport:
 
     @classmethod
     def join(cls, parts: Iterable[Mapping[str, Any]]) -> "RunReport":
-        """Put the steps' JSON together, in the order in which they ran: seconds add up, the last publish stands."""
+        """Join the JSON of the steps, given in the order in which they ran. Seconds are added; of several publishes the last is taken."""
         windows: list[Mapping[str, Any]] = []
         snapshots: list[Mapping[str, Any]] = []
         warnings: dict[str, None] = {}
@@ -299,7 +302,7 @@ class RunReport:
         unread: dict[str, str] = {}
         for part in parts:
             for snapshot in part.get("snapshots", ()):
-                unread.pop(snapshot["table"], None)  # it waited, and has been read since
+                unread.pop(snapshot["table"], None)  # it was blocked before, and has been read since
             unread.update(part.get("unread", {}))
             windows.extend(part.get("windows", ()))
             snapshots.extend(part.get("snapshots", ()))
@@ -311,7 +314,7 @@ class RunReport:
         return cls(tuple(windows), tuple(snapshots), publish, tuple(warnings), errors, seconds, unread)
 
     def to_json(self, total_seconds: float) -> dict[str, Any]:
-        """The object that `sync`, `drain`, `publish` and `resnapshot` print with `--json`; `total_seconds` is the whole command's time."""
+        """Return what `sync`, `drain`, `publish` and `resnapshot` print with `--json`; `total_seconds` is the time of the whole command."""
         return {
             "windows": [dict(window) for window in self.windows],
             "changes": sum(window["changes"] for window in self.windows),

@@ -1,8 +1,8 @@
-"""Whether a source still is what the lake was built from: what its slot sends again must be what the lake has.
+"""Check that a source is still the one that the lake was built from: what its slot sends again must be what the lake has.
 
-A slot that stands before the lake's frontier sends transactions again that the lake has. After a crash these are the very same. Where the
-source was set back to an older copy of itself, and has written other WAL since, they are others: to skip them would lose them, and the lake
-would keep what never happened there.
+A slot confirmed before the lake's frontier sends transactions again that the lake has. After a crash they are the same. If the source was
+set back to an older copy of itself and has written other WAL since, they are others: skipping them would lose them, and the lake would
+keep changes that this source never had.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ _IDLE = 0.25  # seconds that a read waits for the server
 
 
 def to_be_sent_again(ledger: Ledger, confirmed_lsn: int, frontier: int) -> tuple[int, tuple[TransactionMark, ...]] | None:
-    """From which LSN on a slot confirmed at `confirmed_lsn` has to send what, up to the frontier: all transactions with a change.
+    """Return an LSN and the marks of all transactions with a change that the slot must send again from there to the frontier.
 
-    None where there is nothing to compare: the slot stands at the frontier, or the windows there are of a version that noted no
-    transactions.
+    Returns None if there is nothing to compare: the slot is confirmed up to the frontier, or the windows there were written by a version
+    that kept no marks.
     """
     if confirmed_lsn >= frontier:
         return None
     marks: tuple[TransactionMark, ...] = ()
     known_from = frontier
     for window in reversed(ledger.windows()):
-        if window.end_lsn != known_from or window.start_lsn == window.end_lsn or not _noted(window):
+        if window.end_lsn != known_from or window.start_lsn == window.end_lsn or not _has_marks(window):
             break
         marks = window.marks + marks
         whole = len(window.marks) == window.transactions
@@ -42,14 +42,14 @@ def to_be_sent_again(ledger: Ledger, confirmed_lsn: int, frontier: int) -> tuple
     return None if start >= frontier else (start, tuple(mark for mark in marks if mark.commit_lsn >= start))
 
 
-def _noted(window: Window) -> bool:
+def _has_marks(window: Window) -> bool:
     return window.state == "complete" and (window.transactions == 0 or bool(window.marks))
 
 
 def require_same(stream: ReplicationStream, start_lsn: int, frontier: int, expected: Sequence[TransactionMark], held: HeldBack) -> None:
-    """Read from `start_lsn`, where `stream` begins, to the frontier, and see that just the transactions `expected` come.
+    """Read `stream` from `start_lsn`, where it begins, to the frontier, and compare its transactions with `expected`.
 
-    Raises SlotLost where others come, or some do not, SourceUnavailable where standbys hold the slot back (`held`).
+    Raises SlotLost if they differ, SourceUnavailable if standbys hold the slot back (`held`).
     """
     decoder = Decoder(lambda _: None, start_lsn, frontier)
     found: list[TransactionMark] = []
@@ -69,9 +69,9 @@ def require_same(stream: ReplicationStream, start_lsn: int, frontier: int, expec
             held.stands()
     if count != len(expected) or tuple(found) != tuple(expected):
         raise SlotLost(
-            f"The source was set back to an older copy of itself, and has gone on from there: slot {stream.slot} stands before "
-            f"{format_lsn(frontier)}, up to where the lake has its changes, and {_difference(expected, found)}. That is a gap: "
-            f"changes in the lake never happened on this source, and others are not in the lake. "
+            f"The source was set back to an older copy of itself, and has written other changes since: the lake has its changes up to "
+            f"{format_lsn(frontier)}, but slot {stream.slot} {_difference(expected, found)}. That is a gap: this source "
+            f"never had some changes of the lake, and the lake may lack some of its changes. "
             f"Run `pgwal resnapshot --all` to read every table again."
         )
 
@@ -81,7 +81,7 @@ def _difference(expected: Sequence[TransactionMark], found: Sequence[Transaction
     if missing is not None:
         return f"does not send {_named(missing)} again"
     other = next((mark for mark in found if mark not in expected), None)
-    return "sends others again" if other is None else f"sends {_named(other)}, which the lake does not have"
+    return "sends other transactions as well" if other is None else f"sends {_named(other)}, which the lake does not have"
 
 
 def _named(mark: TransactionMark) -> str:

@@ -1,4 +1,4 @@
-"""A slot watched during long work beside the stream: what it keeps of the WAL has a limit, past which all of the work was for nothing."""
+"""Watch a slot while tables are read: past max_slot_wal_keep_size the slot is lost, and the tables would have to be read again."""
 
 import time
 from dataclasses import dataclass
@@ -11,36 +11,36 @@ from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.slot import SlotState
 from pgwal_pipeline.postgres.slot_loss import seconds_to_loss
 
-_LOOK_EVERY = 2.0  # seconds
-_WARN_AT = 0.5  # of the WAL that may be kept
+_CHECK_EVERY = 2.0  # seconds
+_WARN_AT = 0.5  # share of the WAL that may be kept
 _WARN_EVERY = 60.0  # seconds
 
 
 @dataclass
 class SlotWatch:
-    """Looks at the slot `name` from time to time; for one thread, which owns `conn`."""
+    """Checks the slot `name` from time to time. To be used on one thread, which owns `conn`."""
 
     conn: Connection
     name: str
     progress: Progress
-    _looked: float = 0.0
+    _checked: float = 0.0
     _warned: float = float("-inf")
     _first: tuple[float, int] | None = None
 
     def look(self) -> None:
-        """Look at the slot if it is time for it. Raises SlotLost where it is gone or the server has given it up.
+        """Check the slot if a check is due. Raises SlotLost if it is gone or the server has invalidated it.
 
-        Past half of what the server may keep for it `progress` is warned, with the time that is left at the rate since the first look.
+        Warns once it keeps more than half of the WAL that it may keep, with the time left at the rate since the first check.
         """
         now = time.monotonic()
-        if now - self._looked < _LOOK_EVERY:
+        if now - self._checked < _CHECK_EVERY:
             return
-        self._looked = now
+        self._checked = now
         state = slot.inspect(self.conn, self.name)
         if state is None:
             raise SlotLost(
-                f"Slot {self.name} was dropped while tables were read, and with it the changes since. Run `pgwal resnapshot --all` to make "
-                f"it anew and read every table again."
+                f"Slot {self.name} was dropped while tables were read, and the changes since are lost. Run `pgwal resnapshot --all` to "
+                f"make it anew and read every table again."
             )
         slot.require_usable(state, self.conn.info.dbname)
         self._judge(state, now)

@@ -1,7 +1,7 @@
-"""Snapshots: the rows that were there before the stream, read by ranges of the key while the stream goes on.
+"""Snapshots: read the rows from before the stream began, by ranges of the key, while the stream goes on.
 
-No slot is made for a snapshot and nothing of the stream waits for it: each chunk notes which transactions its own short read saw, and the
-publish applies an event on top of a chunk's row only if the event's transaction was not among them.
+A snapshot needs no slot, and the stream does not wait for it. Each chunk records the snapshot of its own short read. The publish applies an
+event to a chunk's row only if the event's transaction was not visible in that snapshot.
 """
 
 import threading
@@ -42,14 +42,14 @@ from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.relation import TableName
 
 _PENDING = ("pending", "snapshotting")
-_REREADS = 3  # of a table in error by itself, where PGWAL_ON_TABLE_ERROR asks for it
-_LOOK_EVERY = 0.5  # seconds between looks at what the workers have read
-_ATTEMPTS = 4  # at a chunk whose connection breaks
-_PAUSE = 1.0  # seconds before the second attempt, doubled for each one after it
+_REREADS = 3  # automatic ones of a table in error, with PGWAL_ON_TABLE_ERROR=resnapshot
+_CHECK_EVERY = 0.5  # seconds between checks of what the workers have read
+_ATTEMPTS = 4  # for a chunk whose connection breaks
+_PAUSE = 1.0  # seconds before the second attempt, doubled for each later one
 
 
 def needed(settings: Settings) -> tuple[TableName, ...]:
-    """The tables that are to be read now: those that have joined but are not read whole yet, and those whose reading may be tried again."""
+    """Return the tables to read now: those that have joined but are not read whole yet, and those whose reading may be tried again."""
     now = datetime.now(UTC)
     return tuple(sorted(state.table for state in Ledger(Lake(settings.lake)).tables().values() if _is_due(state, settings, now)))
 
@@ -58,7 +58,7 @@ def _is_due(state: TableState, settings: Settings, now: datetime) -> bool:
     if state.state == "error":
         if _unread_alone(state):
             return state.due(now)
-        # By itself only where it was asked for, so many times, and with pauses that grow.
+        # Automatic only if the setting asks for it, a limited number of times, with pauses that grow.
         waited = state.retry_at is None or state.due(now)
         return settings.on_table_error == "resnapshot" and state.rereads < _REREADS and waited
     wanted = state.state in _PENDING or (state.reading is not None and state.followed)
@@ -66,12 +66,12 @@ def _is_due(state: TableState, settings: Settings, now: datetime) -> bool:
 
 
 def _unread_alone(state: TableState) -> bool:
-    """Whether a table in error only has to be read: raw has its changes."""
+    """Return whether a table in error only has to be read, as raw has its changes."""
     return state.stage in ("read", "access") and not state.left_out
 
 
 def blocked(settings: Settings, tables: Collection[TableName]) -> dict[TableName, str]:
-    """Those of `tables` that cannot be read yet, since transactions from before they joined are still open: who that is."""
+    """Return which of `tables` cannot be read yet, as transactions from before they joined are open, with a message that names these."""
     states = Ledger(Lake(settings.lake)).tables()
     found = {}
     with connect(settings.dsn) as conn:
@@ -86,7 +86,7 @@ def blocked(settings: Settings, tables: Collection[TableName]) -> dict[TableName
 
 
 def wait_for_blocked(settings: Settings, tables: Collection[TableName], *, progress: Progress) -> None:
-    """Wait until the transactions have ended that keep `tables` from being read.
+    """Wait until the transactions that keep `tables` from being read have ended.
 
     Raises BlockedByTransaction after PGWAL_BLOCKED_TIMEOUT.
     """
@@ -99,13 +99,14 @@ def wait_for_blocked(settings: Settings, tables: Collection[TableName], *, progr
 def snapshot(
     settings: Settings, tables: Collection[TableName] | None = None, *, progress: Progress, patience: float = 0.0
 ) -> SnapshotsReport:
-    """Read the tables that need it, or `tables` again from the start, and leave them ready for the next publish that passes their LSN.
+    """Read the tables that need it, or `tables` again from the start, so that the next publish past their LSN can include them.
 
-    A read that died is taken up where it stood: finished chunks are not read again. While a table is read again, its old `current` goes on.
-    A table that has to wait for old transactions for longer than `patience` seconds stays pending with their names, in the ledger and in
-    the report's `blocked`; one that cannot be read by its own fault is in error. Neither holds up the others.
+    A reading that was interrupted is continued: finished chunks are not read again. While a table is read again, its old `current` goes on.
+    A table that waits for old transactions for longer than `patience` seconds stays pending; the ledger and the report's `blocked` name
+    them. A table that cannot be read by its own fault goes to state `error`. Neither holds up the others.
 
-    Raises SlotBusy while another snapshot runs, SourceRefused for a table that is not followed, SlotLost where the slot is lost meanwhile.
+    Raises SlotBusy if another snapshot runs for longer than PGWAL_BUSY_TIMEOUT, SourceRefused for a table that is not followed, SlotLost if
+    the slot is lost meanwhile.
     """
     ledger = Ledger(Lake(settings.lake))
     noted = Noted(progress)
@@ -116,7 +117,7 @@ def snapshot(
             states = ledger.tables()
         todo = [states[table] for table in needed(settings)] if tables is None else [_followed(states, table) for table in tables]
         anew = [state.location for state in todo if state.state == "error" and not _unread_alone(state)]
-        if tables is not None:  # whoever asks for it may know of damage that no run has met yet
+        if tables is not None:  # the user may know of damage that no run has met yet
             anew += [state.location for state in todo if state.location not in anew and not raw_is_whole(ledger.lake, state.location)]
         _rejoin(ledger, conn, anew, by_itself=tables is None)
         for state in todo:
@@ -130,13 +131,13 @@ def snapshot(
             state = planned
             try:
                 with table_work(ledger.lake, planned.table, "read", oid=planned.oid):
-                    # A drain beside may meet changes of the table at any time, and have it join anew.
+                    # A concurrent drain may find a change of the table at any time, and make it join anew.
                     known, waited = _at(ledger.tables(), planned.location), 0
                     while known is not None and (known.joined_xid or 0) > waited:
                         waited = known.joined_xid or 0
                         copy.wait_for_transactions(conn, waited, max(0.0, waiting - time.monotonic()), noted.warn)
                         known = _at(ledger.tables(), planned.location)
-                    # By their oids: no drain may have met a name's change yet.
+                    # By oid: a renamed table has its old name in the ledger until a drain finds that.
                     published = {table.relation.oid: table for table in catalog.published_tables(conn, settings.publication)}
                     if known is None or known.oid not in published or not known.followed:
                         continue
@@ -148,18 +149,18 @@ def snapshot(
                     reports.append(_TableRead(settings, conn, ledger, state, published[state.oid], noted, watch).run())
             except BlockedByTransaction as error:
                 waits[state.table] = str(error)
-                noted.warn(f"Table {state.table} is not read yet, and a later run looks again: {error}")
-                _tell(ledger, state, str(error))
+                noted.warn(f"Table {state.table} cannot be read yet; a later run tries again: {error}")
+                _record_wait(ledger, state, str(error))
             except TableError as error:
                 noted.warn(str(error))
-                _note(ledger, state, error)
+                _record_error(ledger, state, error)
         if reports:
             slot.force_flush(conn)
     return SnapshotsReport(tuple(reports), tuple(noted.warnings), waits)
 
 
 def _rejoin(ledger: Ledger, conn: Connection, locations: Collection[TableName], *, by_itself: bool) -> None:
-    """Have tables join anew of which raw may lack changes: those were written by transactions that will have ended when they are read."""
+    """Make tables join anew of which raw may lack changes: they are read once every transaction that wrote those has ended."""
     joined_xid, raw_from = next_xid(conn), catalog.insert_lsn(conn)
 
     def joining(state: TableState) -> TableState:
@@ -169,8 +170,8 @@ def _rejoin(ledger: Ledger, conn: Connection, locations: Collection[TableName], 
     ledger.amend_tables(lambda known: [joining(state) for state in known.values() if state.location in locations and state.followed])
 
 
-def _tell(ledger: Ledger, state: TableState, reason: str) -> None:
-    """Note in the ledger what a table that is pending waits for."""
+def _record_wait(ledger: Ledger, state: TableState, reason: str) -> None:
+    """Record in the ledger what a pending table waits for."""
     ledger.amend_tables(
         lambda known: [
             replace(found, reason=reason)
@@ -180,15 +181,15 @@ def _tell(ledger: Ledger, state: TableState, reason: str) -> None:
     )
 
 
-def _note(ledger: Ledger, state: TableState, error: TableError) -> None:
-    """Put a table that cannot be read in error; one that was altered under the reader's hands is begun anew, after pauses that grow."""
+def _record_error(ledger: Ledger, state: TableState, error: TableError) -> None:
+    """Record that a table could not be read. One that was altered while it was read is not in error: it is read anew after a pause."""
     now = datetime.now(UTC)
 
     def noted(known: TableState) -> TableState:
         if isinstance(error, copy.TableChanged):
             failures = known.failures + 1
             return replace(_interrupted(known, str(error)), failures=failures, retry_at=now + pause_after(failures))
-        if error.stage == "describe":  # its definition stands in the way: only a look at the source can see that gone
+        if error.stage == "describe":  # only a new catalog entry shows that the definition has been corrected
             return replace(known, reading=None).with_gap("describe", str(error), 0)
         return replace(known, reading=None).failed(error.stage or "read", str(error), now)
 
@@ -198,17 +199,17 @@ def _note(ledger: Ledger, state: TableState, error: TableError) -> None:
 
 
 def _at(known: Mapping[TableName, TableState], location: TableName) -> TableState | None:
-    """The table that stands at a location now, whatever a drain beside has found it to be called."""
+    """Return the table that has a location now; a concurrent drain may have found a new name of it."""
     return next((state for state in known.values() if state.oid and state.location == location), None)
 
 
 def _interrupted(known: TableState, why: str) -> TableState:
-    """A table whose reading is of no use any more; what a drain has found about it says why, if one has.
+    """Return the state of a table whose reading is void. A reason that a drain has recorded is kept.
 
-    One of which single rows were being read again has no snapshot in force besides, and is to be read whole.
+    A table of which single rows were being read again has no snapshot in force, so it must be read whole.
     """
     state = "pending" if known.state == "ready" and known.generation is None else known.state
-    # One that is ready and was to be read again still is: a reading without chunks is begun anew.
+    # A ready table that was to be read again still is: a reading without chunks starts anew.
     reading = uuid.uuid4().hex if state == "ready" and known.reading is not None else None
     return replace(known, state=state, reading=reading, reason=known.reason or why)
 
@@ -223,7 +224,7 @@ def _followed(states: dict[TableName, TableState], table: TableName) -> TableSta
 
 @dataclass
 class _TableRead:
-    """The reading of one table, by several workers."""
+    """Reads one table with several workers."""
 
     settings: Settings
     conn: Connection
@@ -233,26 +234,26 @@ class _TableRead:
     progress: Progress
     watch: SlotWatch
     _stop: threading.Event = field(default_factory=threading.Event)
-    _planning: Future[None] = field(default_factory=Future)  # done once all chunks stand in the ledger
-    _rows: dict[int, int] = field(default_factory=dict)  # by chunk, as they come
+    _planning: Future[None] = field(default_factory=Future)  # done once all chunks are in the ledger
+    _rows: dict[int, int] = field(default_factory=dict)  # by chunk, while they are read
     _bytes: dict[int, int] = field(default_factory=dict)
 
     def run(self) -> SnapshotReport:
-        """Read what is not read yet, and record the table as whole."""
+        """Read the chunks that are not read yet, and record the table as whole."""
         relation = self.published.relation
         started = time.time()
         with ExitStack() as stack:
             exported = stack.enter_context(copy.exported_snapshot(self.settings.dsn)) if not relation.key else None
             state = replace(self.state, relation=relation, key=relation.key)
             done: list[Chunk] = []
-            # Of a table without a key all rows are to be read under one snapshot, and the one of a reading that died has gone.
+            # A table without a key is read under one snapshot, and the snapshot of an interrupted reading is gone.
             known = () if state.reading is None or exported is not None else self.ledger.chunks(state.location, state.reading)
             if known:
                 done = [chunk for chunk in known if chunk.attempt is not None]
                 missing = iter([chunk for chunk in known if chunk.attempt is None])
                 self._planning.set_result(None)
             else:
-                # While one in error is read again, it is in no publish: what it missed until then is in its new rows alone.
+                # A table in error must not be published meanwhile: the changes that raw lacks are only in its new rows.
                 visible = "ready" if state.published is not None and state.state != "error" else "snapshotting"
                 state = replace(state, state=visible, reason=None, reading=uuid.uuid4().hex, joined_xid=None)
                 missing = self._planned(state)
@@ -265,7 +266,7 @@ class _TableRead:
             self._rows = {chunk.chunk: chunk.rows for chunk in done}
             self._bytes = {chunk.chunk: chunk.bytes for chunk in done}
             done += self._read(missing, writer, exported)
-        # TRUNCATE and rewriting DDL are not MVCC-safe: only what was written after the last read is surely in the stream alone.
+        # TRUNCATE and rewriting DDL are not MVCC-safe: a read may show those that come after its snapshot, up to its end.
         required = max([catalog.insert_lsn(self.conn), *(chunk.insert_lsn or 0 for chunk in done)])
         self._amend(state, lambda known: _whole(known, state, required) if known.followed and known.reading == state.reading else None)
         failpoints.hit("snapshot.after_table")
@@ -279,7 +280,7 @@ class _TableRead:
         )
 
     def _amend(self, state: TableState, change: Callable[[TableState], TableState | None]) -> None:
-        """Write down what becomes of the table's state; raises TableChanged where `change` gives None, since a drain met something else."""
+        """Change the table's state in the ledger. Raises TableChanged if `change` returns None, because a drain has recorded a change."""
         refused = []
 
         def decide(known: Mapping[TableName, TableState]) -> list[TableState]:
@@ -293,7 +294,7 @@ class _TableRead:
             raise copy.TableChanged(str(state.table), f"Table {state.table} was altered while it was read; it is read again.")
 
     def _planned(self, state: TableState) -> Iterator[Chunk]:
-        """The chunks of a new reading, as they are found; with the last of them they stand in the ledger, and what was read counts."""
+        """Yield the chunks of a new reading as they are found. They are recorded after the last one; no read is recorded before that."""
         assert state.reading is not None
         chunks: list[Chunk] = []
         bounds = copy.plan_chunks(self.conn, self.published.relation, self.settings.snapshot_chunk_rows)
@@ -304,7 +305,7 @@ class _TableRead:
         self._planning.set_result(None)
 
     def _read(self, chunks: Iterator[Chunk], writer: SnapshotWriter, exported: str | None) -> list[Chunk]:
-        """Read chunks side by side, the first while others are still looked for; the first failure stops the others."""
+        """Read chunks concurrently, the first ones while later ones are still being planned. The first failure stops the others."""
         estimate = copy.estimated_size(self.conn, self.published.relation)
         done: list[Chunk] = []
         pending: set[Future[Chunk]] = set()
@@ -315,7 +316,7 @@ class _TableRead:
                     self._show(estimate, complete=False)
                     self.watch.look()
                 while pending:
-                    finished, pending = wait(pending, _LOOK_EVERY, FIRST_COMPLETED)
+                    finished, pending = wait(pending, _CHECK_EVERY, FIRST_COMPLETED)
                     done += [future.result() for future in finished]
                     self._show(estimate, complete=not pending)
                     self.watch.look()
@@ -332,19 +333,19 @@ class _TableRead:
         self.progress.stage(f"snapshot of {self.state.table}", rows, total, f"rows ({size(came)}; {size(estimate[1])} on disk)")
 
     def _read_chunk(self, chunk: Chunk, writer: SnapshotWriter, exported: str | None) -> Chunk:
-        """Read one range, in a transaction of its own; again where the connection broke."""
+        """Read one chunk, again if the connection breaks."""
         for attempt in range(_ATTEMPTS):
             try:
                 return self._attempt(chunk, writer, exported)
             except SourceUnavailable as error:
-                # An exported snapshot has gone with the connection that exported it, or will not come back.
+                # With an exported snapshot there is no second attempt: it may have ended with its own connection.
                 if attempt == _ATTEMPTS - 1 or exported is not None or self._stop.wait(_PAUSE * 2**attempt):
                     raise
                 self.progress.warn(f"Chunk {chunk.chunk} of {chunk.table} is read again: {error}")
         raise AssertionError("the last attempt returns or raises")
 
     def _attempt(self, chunk: Chunk, writer: SnapshotWriter, exported: str | None) -> Chunk:
-        """Read and record one range; rows of an attempt that is not recorded count for nothing."""
+        """Read one chunk and record the attempt; rows of an attempt that is not recorded are ignored."""
         attempt = uuid.uuid4().hex
         rows = TableRows(
             self.settings.dsn,
@@ -375,12 +376,12 @@ class _TableRead:
 
 
 def _altered(known: TableState, seen: TableState) -> bool:
-    """Whether a drain beside has found something about a table since it was looked up for a reading."""
+    """Return whether a concurrent drain has recorded a change of a table since `seen`."""
     return (known.oid, known.state, known.reason, known.storage) != (seen.oid, seen.state, seen.reason, seen.storage)
 
 
 def _begun(known: TableState, state: TableState) -> TableState:
-    """The table's state from when its reading has begun; what the stream has said of it meanwhile stays."""
+    """Return the table's state once its reading has begun; what a drain has recorded meanwhile stays."""
     return replace(
         known,
         state=state.state,
@@ -393,6 +394,6 @@ def _begun(known: TableState, state: TableState) -> TableState:
 
 
 def _whole(known: TableState, state: TableState, required_lsn: int) -> TableState:
-    """The table's state once every chunk is there; what the stream has said of its columns meanwhile stays."""
+    """Return the table's state once every chunk has been read; what a drain has recorded of its columns meanwhile stays."""
     whole = replace(known.mended(), state="ready", reading=None, joined_xid=None)
     return replace(whole, generation=state.reading, required_lsn=required_lsn)

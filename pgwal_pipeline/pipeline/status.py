@@ -1,5 +1,6 @@
-"""What stands where: the slot, the lake's frontier, the last publish and every table's state. Nothing is changed by looking."""
+"""Report the state of the slot, the lake's frontier, the last publish and every table. Nothing is changed."""
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,15 +13,18 @@ from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePubl
 from pgwal_pipeline.postgres import catalog, copies, slot
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.spark.session import engine_status
 from pgwal_pipeline.values.lsn import format_lsn, window_key
 from pgwal_pipeline.values.relation import quote_ident
 
+_LOOKS = 16  # tables whose Delta log is looked at at once
+
 
 def lag(settings: Settings) -> LagReading:
-    """How far the slot is behind, in one cheap reading. Raises SourceUnavailable while the source cannot be reached."""
+    """Return how far the slot is behind, from one cheap reading. Raises SourceUnavailable if the source cannot be reached."""
     ledger = Ledger(Lake(settings.lake))
     with connect(settings.dsn) as conn:
-        # The insert position is read after the snapshot: a transaction that the snapshot shows as ended has its commit before it.
+        # The insert LSN is read after the snapshot, so that it is past the commit of every transaction that has ended in the snapshot.
         snapshot = catalog.running_transactions(conn)
         insert_lsn = catalog.insert_lsn(conn, force=False)
         flush_lsn = catalog.flush_lsn(conn)
@@ -40,11 +44,9 @@ def lag(settings: Settings) -> LagReading:
 
 
 def publish_due(ledger: Ledger) -> bool:
-    """Whether a publish would bring something: changes past the newest one, or a table that has been read whole and may join it.
+    """Return whether a publish has work: changes past the newest one, or a table that has been read whole or may be tried again.
 
-    So does a table whose merge failed, once it may be tried again.
-
-    Before the first publish changes alone are nothing that could be published.
+    Before the first publish only a table that has been read whole is work, not changes alone.
     """
     frontier = ledger.frontier()
     if frontier is None:
@@ -57,29 +59,31 @@ def publish_due(ledger: Ledger) -> bool:
         return True
     publish = ledger.publish()
     if publish is None:
-        return any(state.published is not None for state in ready)  # one that died before its record
+        return any(state.published is not None for state in ready)  # a publish died before it was recorded
     locations = {table: pointer.path for table, pointer in publish.tables.items()}
     if any(locations.get(state.table) != ledger.lake.current(state.location) for state in ready if state.published is not None):
-        return True  # under another name
+        return True  # the table has another name now
     return any(window.changes for window in ledger.windows(publish.lsn) if window.end_lsn <= frontier)
 
 
 def status(settings: Settings) -> dict[str, Any]:
-    """The object that `pgwal status --json` prints; `slot` is None while the source is down or has none.
+    """Return the object that `pgwal status --json` prints. `slot` is None if the source is down or has no slot.
 
-    `windows` are there only while a backlog is being caught up.
+    `windows` is there only while a backlog is being caught up.
     """
     lake = Lake(settings.lake)
     ledger = Ledger(lake)
     frontier = ledger.frontier()
     publish = ledger.publish()
     versions = {pointer.path: pointer.version for pointer in publish.tables.values()} if publish is not None else {}
-    counts = {path: _rows(path, version) for path, version in versions.items()}
+    with ThreadPoolExecutor(_LOOKS, "pgwal-status") as pool:
+        counts = dict(zip(versions, pool.map(_rows, versions, versions.values()), strict=True))
     return {
         "slot": _slot(settings),
         "frontier": None if frontier is None else format_lsn(frontier),
         "publish": None if publish is None else publish_report(publish).to_json(),
         **({"windows": under_way} if (under_way := _under_way(settings, ledger)) else {}),
+        "engine": engine_status(settings),
         "tables": {
             str(table): {
                 "state": _shown(state),
@@ -95,7 +99,7 @@ def status(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(path: str, version: int) -> tuple[int | None, str | None]:
-    """The rows of a `current` table, or why they cannot be counted."""
+    """Return the number of rows of a `current` table, or why they cannot be counted."""
     try:
         return current.row_count(path, version), None
     except PgwalError as error:
@@ -103,10 +107,9 @@ def _rows(path: str, version: int) -> tuple[int | None, str | None]:
 
 
 def _under_way(settings: Settings, ledger: Ledger) -> list[dict[str, Any]]:
-    """The windows of a backlog that is being caught up.
+    """Return the windows of a backlog that is being caught up.
 
-    `state` is `read` for one that waits for the others, `reading` for one that is being read, `planned` for the rest; `done_bytes` is how
-    much of its WAL has been sent, None where nobody knows.
+    `state` is `read` (waits for the others), `reading` or `planned`. `done_bytes` is how much of its WAL has been sent, None if unknown.
     """
     plan = ledger.plan()
     if plan is None:
@@ -123,7 +126,7 @@ def _under_way(settings: Settings, ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _positions(settings: Settings) -> dict[int, int]:
-    """How far the readers of the slot and of its copies have come, by where they began; none while the source is down."""
+    """Return the LSN that each reader of the slot or of a copy has reached, by its start LSN; empty if the source is down."""
     try:
         with connect(settings.dsn, connect_timeout=5) as conn:
             return copies.positions(conn, settings.slot)
@@ -132,14 +135,14 @@ def _positions(settings: Settings) -> dict[int, int]:
 
 
 def _shown(state: TableState) -> str:
-    """A table's state in the words of the interface: one that has been published stays `ready` while it is read again."""
+    """Return a table's state as users see it: a ready table that has not been published yet is `snapshotting`."""
     if state.state == "ready" and state.published is None:
         return "snapshotting"
     return state.state
 
 
 def _reason(state: TableState) -> str | None:
-    """Why a table stands where it does; of one that is followed, which of its columns are not in the stream."""
+    """Return the reason of a table's state; without one, which of its columns are not in the stream."""
     if state.reason is not None or state.relation is None or state.storage is None:
         return state.reason
     known = state.relation.column_names
@@ -168,7 +171,7 @@ def _slot(settings: Settings) -> dict[str, Any] | None:
 
 
 def publish_report(publish: Publish) -> PublishReport:
-    """A publish as the ledger has it."""
+    """Return the report of a publish as the ledger has it."""
     return PublishReport(
         lsn=publish.lsn,
         published_at=publish.published_at,

@@ -1,4 +1,4 @@
-"""Looks at the followed tables in the catalog, before the stream is read and after, and what the ledger is told of them."""
+"""Record the published tables in the ledger: before the stream is read, and after it with what the stream showed of them."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from pgwal_pipeline.lake.locations import free_location
 from pgwal_pipeline.lake.raw import check_columns, ensure_raw_table
 from pgwal_pipeline.lake.stream_facts import StreamFacts
 from pgwal_pipeline.messages.errors import TableError
-from pgwal_pipeline.pipeline.alterations import CatalogEntry, altered, dropped, had_others_names, read_again, republished, rewritten
+from pgwal_pipeline.pipeline.alterations import CatalogEntry, altered, dropped, read_again, republished, rewritten, swapped_names
 from pgwal_pipeline.postgres import catalog
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.storage import storages
@@ -27,7 +27,7 @@ _EARLIER = 8  # tables of one location whose last changes may still be in the st
 
 
 def catalog_entries(conn: Connection, publication: str) -> dict[TableName, CatalogEntry]:
-    """The published tables as the catalog shows them now."""
+    """Return the published tables as the catalog shows them now."""
     relations = catalog.tables_of(conn, publication)
     stored = storages(conn, publication, [relation.oid for relation in relations])
     return {relation.table: CatalogEntry(relation, stored[relation.oid]) for relation in relations if relation.oid in stored}
@@ -36,9 +36,10 @@ def catalog_entries(conn: Connection, publication: str) -> dict[TableName, Catal
 def record_tables(
     ledger: Ledger, conn: Connection, found: Mapping[TableName, CatalogEntry], skipped: Mapping[TableName, str]
 ) -> dict[str, str]:
-    """Write down tables that joined, left, were renamed, altered or made anew since the last look; returns what to say of some, by name.
+    """Record tables that joined, left, or were renamed, altered or made anew since they were last recorded.
 
-    A table that joins is read only after the transactions that run now have ended: what they wrote to it before is in no stream.
+    Returns a message for some of them, by name. A table that joins is read only after the transactions that run now have ended: no stream
+    has what they wrote to it before.
     """
     before = ledger.tables()
     known, changed, news = _renamed(before, found)
@@ -58,11 +59,11 @@ def record_tables(
         state = known.get(table)
         if state is None or _joins(state, entry):
             continue
-        seen = _seen(state, entry, joined_xid)
-        if seen.reason is not None and seen.reason != state.reason:
-            news[str(table)] = seen.reason
-        if seen != before.get(table):
-            changed.append(seen)
+        updated = _updated(state, entry, joined_xid)
+        if updated.reason is not None and updated.reason != state.reason:
+            news[str(table)] = updated.reason
+        if updated != before.get(table):
+            changed.append(updated)
     changed = _now_readable(conn, changed, known)
     for table, reason in skipped.items():
         state = known.get(table)
@@ -82,7 +83,7 @@ def record_tables(
 
 
 def _now_readable(conn: Connection, changed: list[TableState], known: Mapping[TableName, TableState]) -> list[TableState]:
-    """The states to be written down, with those of tables that may be read now after all: they are read at once."""
+    """Return the states to record: those `changed`, and those of tables that the role may read again, which are due at once."""
     amended = {state.table for state in changed}
     barred = [state for state in (*changed, *(state for table, state in known.items() if table not in amended)) if state.barred]
     found = catalog.readable(conn, [state.oid for state in barred]) if barred else set()
@@ -97,14 +98,14 @@ def review_tables(
     found: Mapping[TableName, CatalogEntry],
     facts: StreamFacts,
     ended: Snapshot | None,
-    unborn_xid: int,
+    first_new_xid: int,
     *,
     rewrites: bool,
 ) -> dict[str, str]:
-    """Look at the tables again when the stream has been read, and write down what the looks and the stream together say.
+    """Record what became of the tables while the stream was read, from the catalog entries before and after it and its facts.
 
-    To be done before what was read counts, for what is published goes by it. Returns what to say of some tables, such as why they are to be
-    read again; `rewrites` says whether those are that were rewritten without a word in the stream.
+    To be called before the windows are committed, since a publish relies on it. `rewrites`: whether tables that were rewritten without a
+    message in the stream are read again. Returns a message for some tables, by name, such as why they are read again.
     """
     news: dict[str, str] = {}
     earlier_entries = {entry.relation.oid: entry for entry in before.values()}
@@ -116,15 +117,15 @@ def review_tables(
         for table, entry in found.items():
             state, earlier = known.get(table), earlier_entries.get(entry.relation.oid)
             if state is not None and state.oid != entry.relation.oid and state.followed:
-                # Another table took the name while the stream was read. It joins at the next look.
+                # Another table took the name while the stream was read. It joins when the next drain attaches.
                 changed.append(replace(state, state="gone", reason=_GONE))
-            seen = state
+            reviewed = state
             if state is not None and earlier is not None and state.storage is not None and not _joins(state, entry):
-                seen = _reviewed(state, state.storage, earlier, entry, facts, ended, unborn_xid, rewrites)
-                if seen.reason is not None and seen.reason != state.reason:
-                    news[str(table)] = seen.reason
-            if seen is not None and seen.oid == entry.relation.oid and seen != recorded.get(table):
-                changed.append(seen)
+                reviewed = _reviewed(state, state.storage, earlier, entry, facts, ended, first_new_xid, rewrites)
+                if reviewed.reason is not None and reviewed.reason != state.reason:
+                    news[str(table)] = reviewed.reason
+            if reviewed is not None and reviewed.oid == entry.relation.oid and reviewed != recorded.get(table):
+                changed.append(reviewed)
         return changed
 
     ledger.amend_tables(decide)
@@ -134,9 +135,9 @@ def review_tables(
 def _renamed(
     known: Mapping[TableName, TableState], found: Mapping[TableName, CatalogEntry]
 ) -> tuple[dict[TableName, TableState], list[TableState], dict[str, str]]:
-    """The known tables by the names that they have now, records that take the other names out, and what to say of those renamed.
+    """Return the known tables by their names now, records that take their old names out, and a message for each renamed table.
 
-    A table is the same as long as it has its oid.
+    A table is identified by its oid.
     """
     by_oid = {state.oid: state for state in known.values() if state.followed}
     moved = {
@@ -148,13 +149,13 @@ def _renamed(
     present = {table: state for table, state in known.items() if table not in earlier}
     present |= {table: state.called(table) for table, state in moved.items()}
     left = [TableState(table=table, oid=0, state="renamed") for table in sorted(earlier - present.keys())]
-    return present, left, {str(table): f"it was {state.table} before and is followed on" for table, state in moved.items()}
+    return present, left, {str(table): f"it was renamed from {state.table} and is still followed" for table, state in moved.items()}
 
 
 def _locations_for(lake: Lake, known: Mapping[TableName, TableState], joining: Sequence[CatalogEntry]) -> dict[TableName, TableName]:
-    """Where tables that join are to stand, by their names: each where the table of its name stood before, if there was one.
+    """Return the locations for tables that join, by name: each gets the location of the earlier table of its name, if there was one.
 
-    One that was made anew between a look and the end of the stream read then has a location already: see `Locations`.
+    A table that was made anew while a stream was read may have a location already, at which that stream's rows are: see `Locations`.
     """
     locations: dict[TableName, TableName] = {}
     for relation in (entry.relation for entry in joining):
@@ -171,7 +172,7 @@ def _locations_for(lake: Lake, known: Mapping[TableName, TableState], joining: S
 def _joins(known: TableState | None, entry: CatalogEntry) -> bool:
     if known is None or known.oid != entry.relation.oid or not known.followed:
         return True
-    # What could not be followed may be possible now that it is another table.
+    # A table in error that was never read may be possible to follow once it has been altered.
     if known.state != "error" or known.is_read or known.storage is None:
         return False
     was = known.relation
@@ -180,9 +181,9 @@ def _joins(known: TableState | None, entry: CatalogEntry) -> bool:
 
 
 def _joined(lake: Lake, entry: CatalogEntry, before: TableState | None, location: TableName, joined_xid: int, raw_from: int) -> TableState:
-    """A table that joins, with its raw table made so that readers find it before its first change; `before` had its name.
+    """Return the state of a table that joins; its raw table is created, so that readers find it before its first change.
 
-    Of one that was left out of raw before, raw has the changes from `raw_from` on.
+    `before` is the table that had its name. If that was left out of raw, raw has the changes from the LSN `raw_from` on.
     """
     relation = entry.relation
     earlier = (*before.earlier, before.oid) if before is not None and before.oid and before.location == location else ()
@@ -207,13 +208,13 @@ def _joined(lake: Lake, entry: CatalogEntry, before: TableState | None, location
     return state
 
 
-def _seen(state: TableState, entry: CatalogEntry, unborn_xid: int) -> TableState:
-    """What a look at a known table's definition makes of its state. New files are not judged: the stream may still tell of a TRUNCATE."""
+def _updated(state: TableState, entry: CatalogEntry, first_new_xid: int) -> TableState:
+    """Return the state of a known table with its new definition. New files are not judged: the stream may still have their TRUNCATE."""
     if state.storage is None or state.relation is None or (state.state == "error" and not state.is_read):
         return replace(state, relation=entry.relation, key=entry.relation.key, storage=entry.storage)
     before = state.storage
     if republished(before, entry.storage):
-        return read_again(state, entry, "it was taken out of the publication and put back, or the publication was altered", unborn_xid)
+        return read_again(state, entry, "it left the publication and came back, or the publication was altered", first_new_xid)
     reason = altered(state.relation, before, entry, state.dropped)
     state = replace(state, dropped=dropped(state, before, entry.storage))
     if reason is not None:
@@ -229,35 +230,35 @@ def _reviewed(
     entry: CatalogEntry,
     facts: StreamFacts,
     ended: Snapshot | None,
-    unborn_xid: int,
+    first_new_xid: int,
     rewrites: bool,
 ) -> TableState:
-    seen = _seen(state, entry, unborn_xid)
-    if seen.reason != state.reason:
-        return seen
+    updated = _updated(state, entry, first_new_xid)
+    if updated.reason != state.reason:
+        return updated
     versions = facts.relations.get(state.oid, ())
     if state.is_read:
         if any(version.key != state.key for version in versions):
-            return read_again(state, entry, "its replica identity was another one for a while")
-        told = _columns(earlier.relation) | _columns(entry.relation) | _columns(state.relation)
-        if any(column not in told and column[0] not in state.dropped for version in versions for column in _columns(version)):
+            return read_again(state, entry, "its replica identity was different for a while")
+        recorded = _columns(earlier.relation) | _columns(entry.relation) | _columns(state.relation)
+        if any(column not in recorded and column[0] not in state.dropped for version in versions for column in _columns(version)):
             return read_again(state, entry, "its columns changed more than once while the stream was read")
-        if had_others_names(stored.shown, versions, (earlier.relation, entry.relation)):
+        if swapped_names(stored.shown, versions, (earlier.relation, entry.relation)):
             return read_again(state, entry, "its columns had each other's names for a while")
         if any(state.oid in partitions for partitions in facts.partitions.values()):
             return read_again(state, entry, "it was a partition of another table for a while")
         if state.oid in facts.lacking:
-            return read_again(state, entry, "a row came into the publication's row filter, with values that the stream does not bring")
+            return read_again(state, entry, "an update brought a row into the publication's row filter without its unchanged values")
     last = versions[-1] if versions else None
     if entry.relation != earlier.relation and last is not None:
-        # Altered meanwhile: what is published has the columns that the stream had; the rest shows at the next look.
+        # It was altered meanwhile: record the definition that the stream had last; the next drain records the newer one.
         state = replace(state, relation=replace(last, table=state.table), key=last.key)
     if not state.is_read:
         return state
     reason, storage = rewritten(state.oid, stored, entry.storage, facts, ended)
     if reason is not None and rewrites:
         return read_again(state, entry, reason)
-    # Behind a window that ends where the stream goes on rows may still come as they were before the looks.
+    # If the stream goes on (`ended` is None), rows may still come with the columns of before.
     shown = stored.shown if last is None and ended is None else (last or earlier.relation).column_names
     return replace(state, storage=replace(stored, files=storage.files, shown=shown))
 
@@ -267,5 +268,5 @@ def _columns(relation: Relation | None) -> set[tuple[str, str]]:
 
 
 def next_xid(conn: Connection) -> int:
-    """The first transaction id (64 bits) that no transaction has had yet."""
+    """Return the first transaction id (64 bits) that no transaction has had yet."""
     return Snapshot.parse(catalog.running_transactions(conn)).high

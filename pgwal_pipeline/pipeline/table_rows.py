@@ -1,4 +1,4 @@
-"""The rows of a table as Arrow, a piece at a time: one thread reads and decodes while the caller writes."""
+"""Read the rows of a table as Arrow, in pieces: one thread reads and decodes while the caller writes."""
 
 import queue
 import threading
@@ -16,14 +16,14 @@ _AHEAD = 1  # pieces that may wait for the writer
 
 
 class _Abandoned(Exception):
-    """The writer takes no more."""
+    """Raised in the reading thread when the caller has stopped iterating."""
 
 
 @dataclass
 class TableRows:
-    """A range of a table's rows, read once: iterate over the pieces (`copy_schema` of the decoder), then ask `read` what the read was of.
+    """A range of a table's rows, to be read once. Iterate over the pieces (in the decoder's `copy_schema`); `read` is set after the last.
 
-    At most about three pieces are in memory at once. Iterating raises what reading and decoding raise.
+    At most about three pieces are in memory at once. Iterating raises any error of reading and decoding.
     """
 
     dsn: str

@@ -1,4 +1,4 @@
-"""What a window's stream told while it was read: counts, definitions, and what becomes of tables besides their rows."""
+"""Gather what a window's stream says besides the rows: numbers of transactions and bytes, marks, and stream facts."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -18,10 +18,10 @@ from pgwal_pipeline.values.xid import TransactionMark
 
 @dataclass(frozen=True)
 class WindowRead:
-    """What was read of a window: its files, not yet part of any Delta table, and what they hold.
+    """A window that has been read: its files, which no commit names yet, and what they contain.
 
-    Of the tables that `facts.refused` names, no change is in `writes`. `min_xid` and `max_xid` bound the 32-bit transaction ids of the
-    changes, None where there are none; `marks` are the last transactions with a change; `seconds` has `drain`, `decode` and `write`.
+    `writes` has no change of the tables in `facts.refused`. `min_xid` and `max_xid` are the range of the 32-bit transaction ids of the
+    changes, None if there are none. `marks` are the last transactions with a change. `seconds` has `drain`, `decode` and `write`.
     """
 
     start_lsn: int
@@ -37,18 +37,18 @@ class WindowRead:
 
     @property
     def changes(self) -> int:
-        """Changes in `writes`; a key change counts once."""
+        """The number of changes in `writes`; a key change, which has two rows, is one."""
         return changes_in(self.writes)
 
 
 def changes_in(writes: Collection[TableWrite]) -> int:
-    """How many changes there are in the writes of a window; a key change counts once."""
+    """Return the number of changes in the writes of a window; a key change, which has two rows, is one."""
     return sum(write.rows - write.key_changes for write in writes)
 
 
 @dataclass
 class Tally:
-    """Gathers what the feeds of one window hold."""
+    """Gathers what the feeds of one window contain, besides the rows."""
 
     transactions: int = 0
     bytes: int = 0
@@ -62,14 +62,14 @@ class Tally:
     seconds: dict[str, float] = field(default_factory=lambda: {"decode": 0.0, "write": 0.0})
 
     def add(self, decoded: Decoded) -> None:
-        """Take in what one feed held."""
+        """Add one decoded feed."""
         self.transactions += decoded.transactions
         self.marks = (self.marks + decoded.marks)[-MARKS:]
         self.xids += [xid for xid in (decoded.min_xid, decoded.max_xid) if xid is not None]
         for relation in decoded.relations:
             self.relations.pop(relation, None)
             self.relations[relation] = None
-        # The server describes a table once in a session, maybe in a window before this one.
+        # The server describes a table once in a session, so perhaps in an earlier window.
         described = {changes.relation: None for changes in decoded.changes if changes.relation not in self.relations}
         self.relations = described | self.relations
         for table, partition in decoded.partitions:
@@ -91,7 +91,7 @@ class Tally:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Count the time of the block to `stage`."""
+        """Add the time that the block takes to `seconds` of `stage`."""
         started = time.perf_counter()
         yield
         self.seconds[stage] += time.perf_counter() - started
@@ -99,7 +99,7 @@ class Tally:
     def read(
         self, start_lsn: int, end_lsn: int, writes: tuple[TableWrite, ...], refused: Mapping[str, Refusal], seconds: float
     ) -> WindowRead:
-        """The window from `start_lsn` to `end_lsn` with what was gathered; `seconds` is how long it was read."""
+        """Return the window from `start_lsn` to `end_lsn` with what was gathered; reading it took `seconds`."""
         return WindowRead(
             start_lsn=start_lsn,
             end_lsn=end_lsn,

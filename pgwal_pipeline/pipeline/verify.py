@@ -1,4 +1,4 @@
-"""Proof that `current` equals the source: both read at one LSN and compared value by value."""
+"""Verify that `current` equals the source: read both at one LSN and compare them value by value."""
 
 import secrets
 import uuid
@@ -39,11 +39,12 @@ def verify(
 ) -> VerifyReport:
     """Bring `current` to the LSN of a snapshot of the source, and compare the two there.
 
-    A temporary slot gives that pair: the transactions with a commit LSN below its consistent point are just those that its exported
-    snapshot sees. Making it waits for the transactions that are open, PGWAL_BLOCKED_TIMEOUT at most. Without `tables` all are compared that
-    are published; the report's `publish` names those in error. Raises SourceRefused for one of `tables` that is not followed, or where none
-    is published, SourceUnavailable for one that was truncated or rewritten meanwhile. One that cannot be compared by its own fault is in
-    `errors`, and the others are compared.
+    LSN and snapshot come from a temporary slot: its exported snapshot sees exactly the transactions with a commit LSN below its consistent
+    point. Creating it waits for open transactions, PGWAL_BLOCKED_TIMEOUT at most. Without `tables` all published ones are compared; the
+    report's `publish` names those in error. A table that cannot be compared by its own fault is in `errors`, and the others are compared.
+
+    Raises SourceRefused for one of `tables` that has no published `current`, or if no table has one, and SourceUnavailable for a table that
+    was truncated or rewritten meanwhile.
     """
     lake = Lake(settings.lake)
     with connect(settings.dsn) as conn:
@@ -56,12 +57,12 @@ def verify(
             sources = {table.relation.table: table for table in catalog.published_tables(conn, settings.publication)}
         names = sorted(table for table, found in published.tables.items() if found.version is not None) if tables is None else list(tables)
         if sources and not names:
-            raise SourceRefused("No table has a published current to compare with yet; run `pgwal sync` first.")
+            raise SourceRefused("No table has been published yet, so there is nothing to compare; run `pgwal sync` first.")
         comparisons, errors = {}, {}
         for done, name in enumerate(names):
             pointer, source = published.tables.get(name), sources.get(name)
             if pointer is None or pointer.version is None or source is None:
-                raise SourceRefused(f"Table {name} has no published current to compare with; `pgwal status` says where it stands.")
+                raise SourceRefused(f"Table {name} has no published current to compare with; `pgwal status` shows its state.")
             progress.stage("verify", done, len(names), "tables")
             try:
                 with table_work(lake, name, "compare", oid=source.relation.oid, answers=lambda: spark_factory().sql("SELECT 1").collect()):
@@ -90,11 +91,11 @@ def _compared(
     path: str,
     version: int,
 ) -> TableComparison:
-    """One table of the source, as the exported snapshot shows it, against a version of its `current`."""
+    """Compare one table of the source, as the exported snapshot shows it, with a version of its `current`."""
     relation = source.relation
     expected = _copy_source(settings, lake, source, exported)
     try:
-        # TRUNCATE and rewriting DDL are not MVCC-safe: an older snapshot finds such a table empty.
+        # TRUNCATE and rewriting DDL are not MVCC-safe: an older snapshot sees such a table empty.
         with connect(settings.dsn) as conn:
             now = _files(conn, settings.publication, [relation.oid])
         if now.get(relation.oid) != files.get(relation.oid):
@@ -112,13 +113,13 @@ def _compared(
 
 
 def _files(conn: Connection, publication: str, oids: Collection[int]) -> dict[int, frozenset[tuple[int, int]]]:
-    """Which files the published tables `oids` are stored in, by oid."""
+    """Return the files in which the published tables `oids` are stored, by the table's oid."""
     found = storages(conn, publication, oids)
     return {oid: frozenset((file.oid, file.node) for file in storage.files) for oid, storage in found.items()}
 
 
 def _copy_source(settings: Settings, lake: Lake, table: PublishedTable, exported: str) -> str:
-    """The table as the exported snapshot shows it, as a Delta table of its own in the lake; its path."""
+    """Copy the table, as the exported snapshot shows it, into a new Delta table in the lake, and return its path."""
     path = f"{lake.ledger('verify')}/{uuid.uuid4().hex}"
     rows = TableRows(
         settings.dsn,

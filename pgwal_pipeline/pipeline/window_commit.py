@@ -1,4 +1,4 @@
-"""From what was read of windows to windows that count: what the stream told is reviewed, the ledger takes them, raw names their files."""
+"""Read windows for a drain and commit them: the tables are reviewed, the ledger takes the windows, and raw names their files."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ from pgwal_pipeline.values.xid import Snapshot
 
 @dataclass(frozen=True)
 class DrainContext:
-    """One drain: what it goes by, its connection to the source and lake, and whom it tells how far it is."""
+    """What the steps of one drain share. `warn` takes warnings for the user, `progress` the progress."""
 
     settings: Settings
     ledger: Ledger
@@ -41,7 +41,7 @@ class DrainContext:
 
 
 def window_of(slot: str, read: WindowRead) -> Window:
-    """What was read as the window that the ledger takes."""
+    """Return a window that was read as the ledger takes it."""
     return Window(
         key=window_key(read.end_lsn),
         slot=slot,
@@ -60,29 +60,26 @@ def window_of(slot: str, read: WindowRead) -> Window:
 
 
 def read_from(
+    ctx: DrainContext,
     stream: ReplicationStream,
-    ledger: Ledger,
-    conn: Connection,
     limits: tuple[int, int],
-    *,
     memory_budget: int,
-    largest_row: int,
-    progress: Progress,
+    *,
     stage: str = "drain",
     expected: Mapping[str, Schema] | None = None,
     portions: WindowLimits | None = None,
 ) -> WindowRead:
-    """Read the WAL between two LSNs as `read_window` does, with the tables as the ledger has them now, asking the catalog on `conn`."""
+    """Read the WAL between two LSNs as `read_window` does, with the tables that the ledger has now."""
     return read_window(
         stream,
-        ledger.lake,
-        Locations.of(ledger.tables()),
-        describe_on(conn),
+        ctx.ledger.lake,
+        Locations.of(ctx.ledger.tables()),
+        describe_on(ctx.conn),
         start_lsn=limits[0],
         end_lsn=limits[1],
         memory_budget=memory_budget,
-        largest_row=largest_row,
-        progress=progress,
+        largest_row=ctx.settings.largest_row,
+        progress=ctx.progress,
         stage=stage,
         expected=expected,
         portions=portions,
@@ -90,41 +87,25 @@ def read_from(
 
 
 def read_ahead(
+    ctx: DrainContext,
     stream: ReplicationStream,
-    settings: Settings,
-    ledger: Ledger,
-    conn: Connection,
     limits: tuple[int, int],
-    *,
     memory_budget: int,
-    progress: Progress,
+    *,
     stage: str = "drain",
     expected: Mapping[str, Schema] | None = None,
 ) -> Read:
-    """Read one window of a plan with a share of the memory, for the ledger to take.
-
-    What came whole of it where the stream breaks is written down before it raises.
-    """
+    """Read one window of a plan, for the ledger to record. If the stream breaks, record what came whole and raise StreamBroke."""
     try:
-        read = read_from(
-            stream,
-            ledger,
-            conn,
-            limits,
-            memory_budget=memory_budget,
-            largest_row=settings.largest_row,
-            progress=progress,
-            stage=stage,
-            expected=expected,
-        )
+        read = read_from(ctx, stream, limits, memory_budget, stage=stage, expected=expected)
     except StreamBroke as broke:
-        keep_what_came(ledger, settings.slot, broke)
+        keep_what_came(ctx.ledger, ctx.settings.slot, broke)
         raise
-    return Read(window_of(settings.slot, read), read.facts)
+    return Read(window_of(ctx.settings.slot, read), read.facts)
 
 
 def keep_what_came(ledger: Ledger, slot: str, broke: StreamBroke) -> None:
-    """Write down what came whole before a stream broke off, as a window of its own; see `Ledger.refined`."""
+    """Record what came whole before a stream broke, as a shorter window that has been read; see `Ledger.refined`."""
     if broke.kept is not None:
         ledger.record_read(Read(window_of(slot, broke.kept), broke.kept.facts))
 
@@ -132,10 +113,10 @@ def keep_what_came(ledger: Ledger, slot: str, broke: StreamBroke) -> None:
 def review(
     ctx: DrainContext, before: Mapping[TableName, CatalogEntry], facts: StreamFacts, ended: Snapshot | None
 ) -> dict[TableName, CatalogEntry]:
-    """Look at the tables again and write down what became of them; returns the looks. To be done before the windows read count.
+    """Record what became of the tables, before the windows that were read are committed; returns the catalog entries now.
 
-    `ended` has every transaction that committed before the windows' end, and maybe some that committed just after it; None where the stream
-    goes on, so that what it did not tell it may still tell.
+    `ended` sees every transaction that committed before the windows' end, and maybe some that committed just after it. It is None if the
+    stream goes on, since it may then still have the message that explains a change.
     """
     found = catalog_entries(ctx.conn, ctx.settings.publication)
     rewrites = ctx.settings.on_rewrite == "resnapshot"
@@ -149,13 +130,13 @@ def review(
 
 
 def _record_refusals(ctx: DrainContext, refused: Mapping[str, Refusal]) -> None:
-    """Write down the tables that the windows left out, before anything counts that lacks their changes."""
-    unborn_xid = next_xid(ctx.conn)
+    """Record the tables that the windows left out, before the windows are committed without their changes."""
+    first_new_xid = next_xid(ctx.conn)
     news: dict[str, str] = {}
 
     def decide(known: Mapping[TableName, TableState]) -> list[TableState]:
         states = [
-            _refused(state, refused[str(state.location)], unborn_xid)
+            _refused(state, refused[str(state.location)], first_new_xid)
             for state in known.values()
             if str(state.location) in refused and state.followed
         ]
@@ -168,17 +149,17 @@ def _record_refusals(ctx: DrainContext, refused: Mapping[str, Refusal]) -> None:
         ctx.warn(f"Table {table} is left out: {reason}")
 
 
-def _refused(state: TableState, refusal: Refusal, unborn_xid: int) -> TableState:
-    """The state of a table of which the windows have nothing: what they had of it is only in the source now."""
+def _refused(state: TableState, refusal: Refusal, first_new_xid: int) -> TableState:
+    """Return the state of a table that the windows left out, and which therefore has to be read again."""
     if refusal.oid == state.oid:
         return state.with_gap(refusal.stage, gap_reason(state.table, refusal.stage, refusal.lsn, refusal.reason), refusal.lsn)
     unread = replace(state, generation=None, reading=None, published=None)
-    reason = f"it is read again, for another one that stood there before: {refusal.reason}"
-    return replace(unread, state="pending", reason=reason, joined_xid=unborn_xid)
+    reason = f"it is read again, since an earlier table at its location was left out: {refusal.reason}"
+    return replace(unread, state="pending", reason=reason, joined_xid=first_new_xid)
 
 
 def gap_reason(table: TableName, stage: str, lsn: int, sentence: str) -> str:
-    """Why a table is left out of raw: what failed and where, and the way back."""
+    """Return why a table is left out of raw: what failed and where, and how to mend it."""
     return (
         f"{sentence} (at {stage}, {format_lsn(lsn)}; its changes from there on are not in raw: "
         f"mend the cause, then run `pgwal resnapshot '{table}'`.)"
@@ -186,9 +167,9 @@ def gap_reason(table: TableName, stage: str, lsn: int, sentence: str) -> str:
 
 
 def commit_windows(ledger: Ledger, windows: Sequence[Window], warn: Callable[[str], None]) -> tuple[Window, ...]:
-    """Make windows durable, all at once: from their ledger record on they are never read again, whatever happens to what follows.
+    """Commit windows. They are recorded as prepared all at once: from then on they are durable and never read again.
 
-    Returns them as they count, without the tables whose own fault it was that they could not be committed.
+    Returns them as complete, without the tables that could not be committed by their own fault.
     """
     ledger.append_windows(windows)
     failpoints.hit("drain.after_prepared")
@@ -196,15 +177,15 @@ def commit_windows(ledger: Ledger, windows: Sequence[Window], warn: Callable[[st
 
 
 def recover(ledger: Ledger, warn: Callable[[str], None]) -> tuple[Window, ...]:
-    """Complete the windows that were prepared when a process died: their files are durable, so they are named in raw and done."""
+    """Complete the windows that an earlier process left prepared, and return them: raw only has to name their files."""
     windows = ledger.prepared()
     return _complete(ledger, windows, warn) if windows else ()
 
 
 def _complete(ledger: Ledger, windows: Sequence[Window], warn: Callable[[str], None]) -> tuple[Window, ...]:
-    """Name the windows' files in raw, and write them down as complete.
+    """Name the windows' files in raw, and record the windows as complete.
 
-    A table that fails by its own fault is written down with its gap first, and the windows lack it from there on.
+    A table that fails by its own fault is first recorded with its gap, and is left out of the windows from there on.
     """
     failed: dict[str, TableError] = {}
     done = []
@@ -237,12 +218,12 @@ def _record_uncommitted(ledger: Ledger, failed: Mapping[str, TableError], lsn: i
 
 
 def open_stream(ctx: DrainContext, start_lsn: int) -> ReplicationStream:
-    """The slot's stream from `start_lsn` on; see `slot_stream`."""
+    """Return the slot's stream from `start_lsn` on; see `slot_stream`."""
     return slot_stream(ctx.settings, start_lsn, ctx.server_version)
 
 
 def slot_stream(settings: Settings, start_lsn: int, server_version: int) -> ReplicationStream:
-    """The slot's stream; a walsender that still holds it, though its client has gone, is waited for, for PGWAL_BUSY_TIMEOUT."""
+    """Return the slot's stream from `start_lsn` on. Raises SlotBusy if another walsender holds it for PGWAL_BUSY_TIMEOUT."""
     deadline = time.monotonic() + settings.busy_timeout
     while True:
         try:
@@ -254,7 +235,7 @@ def slot_stream(settings: Settings, start_lsn: int, server_version: int) -> Repl
 
 
 def describe_on(conn: Connection) -> Callable[[RelationMessage], Relation]:
-    """The catalog's answer to a Relation message, asked on `conn` from whichever thread decodes."""
+    """Return a function that looks up a Relation message's table in the catalog, on `conn`, from any thread."""
     lock = threading.Lock()
 
     def describe(message: RelationMessage) -> Relation:

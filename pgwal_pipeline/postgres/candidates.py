@@ -171,7 +171,7 @@ def _reason(row: _Row, leaves: list[_Row], role: str, server_version: int) -> st
     if row.kind == "p" and not row.primary_key:
         return (
             "partitioned without a primary key: a partition made later would have no usable replica identity, so that its UPDATE and "
-            f"DELETE would fail; ALTER TABLE {row.table} ADD PRIMARY KEY (…) mends it"
+            f"DELETE would fail; run ALTER TABLE {row.table} ADD PRIMARY KEY (…)"
         )
     return None
 
@@ -182,39 +182,39 @@ def _own_reason(row: _Row, server_version: int) -> str | None:
     if row.kind == "f":
         return "a foreign table, whose rows are not in this server's WAL"
     if row.persistence == "u":
-        return f"unlogged, so its changes are not in the WAL; ALTER TABLE {table} SET LOGGED mends it"
+        return f"unlogged, so its changes are not in the WAL; run ALTER TABLE {table} SET LOGGED"
     if row.carried is not None and not row.carried:
         found = {
             "d": "the primary key is deferrable" if row.deferrable_key else "no primary key",
             "i": "the index of the replica identity is gone",
             "n": "the replica identity is NOTHING",
         }[row.identity]
-        mends = [f"ALTER TABLE {table} REPLICA IDENTITY FULL"]
+        remedies = [f"ALTER TABLE {table} REPLICA IDENTITY FULL"]
         if row.primary_key:
-            mends = [f"ALTER TABLE {table} REPLICA IDENTITY DEFAULT"]
+            remedies = [f"ALTER TABLE {table} REPLICA IDENTITY DEFAULT"]
         elif not row.deferrable_key:
-            mends.insert(0, f"ALTER TABLE {table} ADD PRIMARY KEY (…)")
-        return f"no usable replica identity ({found}): once published, its UPDATE and DELETE would fail; {' or '.join(mends)} mends it"
+            remedies.insert(0, f"ALTER TABLE {table} ADD PRIMARY KEY (…)")
+        return f"no usable replica identity ({found}): once published, its UPDATE and DELETE would fail; run {' or '.join(remedies)}"
     if row.identity == "f" and row.virtual:
         return (
             f"replica identity FULL with a virtual generated column ({quote_ident(row.virtual[0])}): once published, its UPDATE and DELETE "
-            f"would fail; ALTER TABLE {table} REPLICA IDENTITY DEFAULT mends it where there is a primary key"
+            f"would fail; run ALTER TABLE {table} REPLICA IDENTITY DEFAULT, which needs a primary key"
         )
     generated = sorted((row.carried or frozenset()) & set(row.stored or ()))
     if generated and server_version < 180000:
         return (
             f"no usable replica identity (column {quote_ident(generated[0])} of its key is generated, and servers before 18 do not publish "
-            f"it); ALTER TABLE {table} REPLICA IDENTITY FULL mends it"
+            f"it); run ALTER TABLE {table} REPLICA IDENTITY FULL"
         )
     return None
 
 
 def _read_reason(row: _Row, role: str) -> str | None:
     if not row.may_enter:
-        return f"role {role} may not use its schema; GRANT USAGE ON SCHEMA {quote_ident(row.schema)} TO {quote_ident(role)} mends it"
+        return f"role {role} may not use its schema; run GRANT USAGE ON SCHEMA {quote_ident(row.schema)} TO {quote_ident(role)}"
     if row.unreadable:
         which = ", ".join(quote_ident(column) for column in row.unreadable[:3]) + (", …" if len(row.unreadable) > 3 else "")
-        return f"role {role} may not read column {which}; GRANT SELECT ON {row.table} TO {quote_ident(role)} mends it"
+        return f"role {role} may not read column {which}; run GRANT SELECT ON {row.table} TO {quote_ident(role)}"
     return None
 
 
@@ -226,6 +226,6 @@ def _leaf_reason(root: _Row, leaf: _Row) -> str | None:
     if leaf.carried is None or (root.carried is not None and root.carried <= leaf.carried):
         return None
     return (
-        "its replica identity is not that of the whole table, by which old rows are told apart; "
-        f"ALTER TABLE {leaf.table} REPLICA IDENTITY FULL mends it"
+        "its replica identity lacks columns of the whole table's, by which old rows are identified; "
+        f"run ALTER TABLE {leaf.table} REPLICA IDENTITY FULL"
     )

@@ -171,7 +171,9 @@ def read_chunk(
         lsn = insert_lsn(conn)
         # Names are looked up as they are now, not as of the snapshot. The lock on the table prevents renames until the transaction ends.
         if conn.execute("SELECT pg_catalog.to_regclass(%s)::oid::int8", [str(relation.table)]).fetchall()[0][0] != relation.oid:
-            raise TableChanged(str(relation.table), f"Table {relation.table} was renamed or made anew while it was read; read it again.")
+            raise TableChanged(
+                str(relation.table), f"Table {relation.table} was renamed or replaced by another while it was read; read it again."
+            )
         conn.execute(b"COMMIT")
     except psycopg2.Error as error:
         raise _read_error(error, relation, conn) from error
@@ -200,9 +202,7 @@ def _copy_statement(conn: Connection, relation: Relation, bounds: ChunkBounds, b
     elif bounds.lower is not None or bounds.upper is not None:
         order = key_order(conn, relation)
         if order is None:
-            raise TableChanged(
-                str(relation.table), f"Table {relation.table} has lost the index of its key while it was read; read it again."
-            )
+            raise TableChanged(str(relation.table), f"Table {relation.table} lost the index of its key while it was read; read it again.")
         if bounds.lower is not None and bounds.lower == bounds.upper:
             conditions.append(order.equal(bounds.lower))
         else:
@@ -223,7 +223,7 @@ def _fields(conn: Connection, relation: Relation, binary: Collection[int]) -> li
     ).fetchall()
     if not rows or (rows[0][0], rows[0][1]) != (relation.table.schema, relation.table.name):
         raise TableChanged(
-            str(relation.table), f"Table {relation.table} was dropped, renamed or made anew while it was read; read it again."
+            str(relation.table), f"Table {relation.table} was dropped, renamed or replaced by another while it was read; read it again."
         )
     if rows[0][2]:
         raise _hidden_rows(relation, conn)
@@ -400,7 +400,7 @@ def _read_error(error: psycopg2.Error, relation: Relation, conn: Connection) -> 
     if not isinstance(found, SourceRefused):
         return found
     # The statement reads only this table, so the cause is there: a damaged block, a row too large for the source, a function that fails.
-    return TableError(str(table), f"{found} Mend it there, then run `pgwal resnapshot '{table}'`.", relation.oid, "read")
+    return TableError(str(table), f"{found} Fix it there, then run `pgwal resnapshot '{table}'`.", relation.oid, "read")
 
 
 def _hidden_rows(relation: Relation, conn: Connection) -> TableError:

@@ -152,7 +152,7 @@ def translate(error: psycopg2.Error, doing: str = "") -> PgwalError:
         reason = _one_line(str(error)) or "no reason given"
         return SourceUnavailable(f"The connection to the source was lost{where}: {reason}; run it again when the source is back.")
     if isinstance(error, errors.ObjectInUse):
-        return SlotBusy(f"The source says{where}: {said}.")
+        return SlotBusy(f"The source reports{where}: {said}.")
     if state == "58P01" or "requested WAL segment" in said or "can no longer" in said:
         return SlotLost(f"The source no longer has the WAL that is needed{where}: {said}.")
     if isinstance(error, errors.DiskFull):
@@ -183,7 +183,7 @@ def _opened(kind: type[_Session], parameters: dict[str, str], *, blocking: bool 
         raise _connection_failure(error, parameters) from None
     except UnicodeError:
         # Raised by Python's name lookup for a host name with an empty part, a part of more than 63 characters, or an invalid character.
-        raise SettingError(_unusable(" (its host cannot be a host's name)")) from None
+        raise SettingError(_unusable(" (its host is not a valid host name)")) from None
 
 
 def _unusable(about: str) -> str:
@@ -227,7 +227,7 @@ _REFUSALS = (
     (r"max_wal_senders", "all its walsenders are taken; raise max_wal_senders or end one that is not needed"),
     (
         r"certificate authentication failed for user",
-        "the client certificate is not in the name of {user}; give one that is in sslcert, or map it in the server's pg_ident.conf",
+        "the client certificate is not for {user}; give one that is in sslcert, or map it in the server's pg_ident.conf",
     ),
 )
 # TLS failures that last until somebody changes something. Most patterns match messages of libpq or OpenSSL, which are not translated.
@@ -239,12 +239,12 @@ _TLS_REFUSALS = (
     ),
     (
         r"does not match host name",
-        "its certificate is for another host: {said}; connect by the name in the certificate (hostaddr may give the address besides)",
+        "its certificate is for another host: {said}; connect by the name in the certificate (hostaddr may give the address too)",
     ),
     (r"alert certificate (expired|revoked)", "the client certificate in sslcert has {alert}; give one that is valid"),
     (
         r"certificate required|requires a valid client certificate|alert handshake failure",
-        "it takes no connection without a client certificate that it trusts; give one in sslcert, and its key in sslkey",
+        "it accepts no connection without a client certificate that it trusts; give one in sslcert, and its key in sslkey",
     ),
     (
         r"alert (unknown ca|bad certificate|unsupported certificate|certificate unknown|decrypt error|access denied)",
@@ -252,11 +252,11 @@ _TLS_REFUSALS = (
     ),
     (
         r"does not support SSL",
-        "it has no TLS (SSL), which sslmode asks for; have it turned on there (ssl = on), or choose an sslmode that does without",
+        "it has no TLS (SSL), which sslmode asks for; turn it on there (ssl = on), or choose an sslmode that does not need it",
     ),
     (
         r"no pg_hba.conf entry.*(no encryption|SSL off)",
-        "{said}; connect with TLS (sslmode=verify-full), or let its pg_hba.conf admit this user from here without",
+        "{said}; connect with TLS (sslmode=verify-full), or let its pg_hba.conf admit this user from here without TLS",
     ),
 )
 # Refusals that may pass in a moment.
@@ -300,7 +300,7 @@ def _connection_failure(error: psycopg2.Error, parameters: dict[str, str]) -> Pg
     values = {"said": said, "user": user, "dbname": parameters.get("dbname") or _fill("dbname") or user}
     values |= {"user_sql": quote_ident(values["user"]), "dbname_sql": quote_ident(values["dbname"])}
     if _PASSING.search(said):
-        return SourceUnavailable(f"The source {source} takes no connection now: {said}; try again in a while.")
+        return SourceUnavailable(f"The source {source} accepts no connection now: {said}; try again in a while.")
     for pattern, advice in _TLS_REFUSALS:
         found = re.search(pattern, said)
         if found:

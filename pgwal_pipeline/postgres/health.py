@@ -21,6 +21,7 @@ OLDEST_VERSION = 140000
 _OLD_TRANSACTION = 300.0  # seconds
 _SHORTEST_SENDER_TIMEOUT = 5.0  # seconds; with less, a busy machine may answer too late
 _SHOWN = 5
+_DO_AS_IT_SAYS = "Do what the message says, then run `pgwal doctor` again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def doctor_checks(dsn: str, *, slot: str, publication: str, globs: str) -> list[
                 return [Check("source", False, found, f"Upgrade it: the pipeline reads Postgres {OLDEST_VERSION // 10000} and newer.")]
             return [Check("source", True, found), *_all_checks(source)]
     except PgwalError as error:
-        return [Check("source", False, str(error), "Do as the sentence says; `pgwal doctor` then looks at the rest.")]
+        return [Check("source", False, str(error), "Do what the message says, then run `pgwal doctor` again: it checks the rest.")]
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,15 @@ class _Source:
 
 
 def _all_checks(source: _Source) -> Iterator[Check]:
-    for name, look in _LOOKS:
+    for name, check_source in _CHECKS:
         try:
-            check = look(source)
+            check = check_source(source)
         except psycopg2.Error as error:
-            check = Check(name, False, str(translate(error, f"looking at {name}")), "See to what the source says, then look again.")
+            check = Check(
+                name, False, str(translate(error, f"checking {name}")), "Fix what the source reports, then run `pgwal doctor` again."
+            )
         except PgwalError as error:
-            check = Check(name, False, str(error), "Do as the sentence says, then look again.")
+            check = Check(name, False, str(error), _DO_AS_IT_SAYS)
         if check is not None:
             yield check
 
@@ -93,7 +96,7 @@ def _standby(source: _Source) -> Check | None:
     if not source.standby:
         return None
     if source.conn.info.server_version < 160000:
-        found = "the source is a standby older than 16, which decodes no WAL"
+        found = "the source is a standby older than 16, which cannot decode WAL"
         return Check("standby", False, found, "Set PGWAL_SOURCE_DSN to its primary.")
     if source.value("current_setting('hot_standby_feedback')") != "on":
         found = "a standby with hot_standby_feedback off: its primary may remove rows of the catalog that the slot needs"
@@ -157,9 +160,9 @@ def _positions(source: _Source) -> Check | None:
     return Check(
         "positions",
         True,
-        f"the flush position read by SQL ({read} to {format_lsn(found.after)}) is none of the stream's, whose walsender is at {sent}",
-        "Nothing need be done: runs go by the walsender's position. Only mind that the server's own figures of how far a slot is behind "
-        "(pg_current_wal_lsn() - confirmed_flush_lsn) say nothing here.",
+        f"the flush position read by SQL ({read} to {format_lsn(found.after)}) is not one of the stream, whose walsender is at {sent}",
+        "Nothing has to be done: runs use the walsender's position. Do not rely on the server's own figures of how far a slot is behind "
+        "(pg_current_wal_lsn() - confirmed_flush_lsn).",
     )
 
 
@@ -178,7 +181,7 @@ def _publication(source: _Source) -> Check:
     if ours:
         refusal = publication.refusal(source.conn, name, source.globs)
         if refusal is not None:
-            return Check("publication", False, refusal, "Do as the sentence says, then look again.")
+            return Check("publication", False, refusal, _DO_AS_IT_SAYS)
         return Check("publication", True, found)
     lacks = [text for text, there in (("some of insert, update, delete, truncate", everything), ("partition roots", via_root)) if not there]
     if not lacks:
@@ -187,8 +190,8 @@ def _publication(source: _Source) -> Check:
         "publication",
         True,
         f"{found}; it does not publish {' nor '.join(lacks)}",
-        f"Let its owner run ALTER PUBLICATION {quote_ident(name)} SET (publish = 'insert, update, delete, truncate', "
-        f"publish_via_partition_root = true), unless that is meant.",
+        f"Have its owner run ALTER PUBLICATION {quote_ident(name)} SET (publish = 'insert, update, delete, truncate', "
+        f"publish_via_partition_root = true), unless this is intended.",
     )
 
 
@@ -203,13 +206,15 @@ def _publication_to_make(source: _Source) -> Check:
         lacks.append(f"does not own {_listed([candidate.table for candidate in barred])}")
     statement = publication.creation_sql(source.conn, name, source.globs)
     if source.standby:
-        return Check("publication", False, f"there is no publication {name}, and a standby makes none", f"Run on the primary: {statement}")
+        return Check(
+            "publication", False, f"there is no publication {name}, and none can be made on a standby", f"Run on the primary: {statement}"
+        )
     if lacks:
         return Check(
             "publication",
             False,
             f"there is no publication {name}, and role {role} {' and '.join(lacks)}",
-            f"Let a superuser run: {statement}",
+            f"Have a superuser run: {statement}",
         )
     return Check("publication", True, f"there is no publication {name} yet; role {role} may make it")
 
@@ -229,14 +234,14 @@ def _tables(source: _Source) -> Check:
     skipped = [candidate for candidate in candidates if candidate.reason is not None]
     found = f"{_counted(len(candidates) - len(skipped), 'table')} to follow"
     if not candidates:
-        return Check(
-            "tables", True, f"no table matches PGWAL_TABLES={source.globs}", "Set PGWAL_TABLES, unless tables are still to be made."
-        )
+        return Check("tables", True, f"no table matches PGWAL_TABLES={source.globs}", "Set PGWAL_TABLES, unless the tables are made later.")
     if not skipped:
         return Check("tables", True, found)
     reasons = "; ".join(f"{candidate.table}: {candidate.reason}" for candidate in skipped[:_SHOWN])
     more = f"; and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
-    return Check("tables", True, f"{found}; left out are {reasons}{more}", "Do as each reason says, or leave them out in PGWAL_TABLES.")
+    return Check(
+        "tables", True, f"{found}; left out: {reasons}{more}", "Do what each reason says, or leave the tables out of PGWAL_TABLES."
+    )
 
 
 def _select(source: _Source) -> Check:
@@ -291,7 +296,7 @@ def _slot(source: _Source) -> Check:
     require_usable(state, source.conn.info.dbname)
     read = f", read by pid {state.active_pid}" if state.active else ""
     found = f"slot {state.name} is {size(state.lag_bytes)} behind{_room(state)}{read}"
-    urgent = "Run `pgwal drain` now, and see that it runs more often." if state.wal_status == "unreserved" else None
+    urgent = "Run `pgwal drain` now, and run it more often." if state.wal_status == "unreserved" else None
     return Check("slot", True, found, urgent)
 
 
@@ -308,7 +313,7 @@ def _sender_timeout(source: _Source) -> Check:
     seconds = source.setting("wal_sender_timeout") / 1000
     mend = "Run ALTER SYSTEM SET wal_sender_timeout = '60s' and SELECT pg_reload_conf()."
     if seconds == 0:
-        found = "off: the slot stays taken for long when the connection of its reader dies without a word"
+        found = "off: if the reader's connection is lost without notice, the slot stays in use for a long time"
         return Check("wal_sender_timeout", True, found, mend)
     if seconds < _SHORTEST_SENDER_TIMEOUT:
         return Check("wal_sender_timeout", True, f"{seconds:g} s: a reader on a busy machine may answer too late", mend)
@@ -318,7 +323,7 @@ def _sender_timeout(source: _Source) -> Check:
 def _kept_wal(source: _Source) -> Check:
     megabytes = source.setting("max_slot_wal_keep_size")
     idle = source.setting("idle_replication_slot_timeout") if source.conn.info.server_version >= 180000 else 0
-    timeout = f"; a slot unread for {duration(idle)} is given up (idle_replication_slot_timeout)" if idle else ""
+    timeout = f"; a slot unread for {duration(idle)} is invalidated (idle_replication_slot_timeout)" if idle else ""
     if megabytes < 0:
         return Check(
             "max_slot_wal_keep_size",
@@ -326,21 +331,23 @@ def _kept_wal(source: _Source) -> Check:
             f"unlimited: a slot that nobody reads fills the server's disk{timeout}",
             "Set max_slot_wal_keep_size to what the disk can spare, and watch the slot's health.",
         )
-    return Check("max_slot_wal_keep_size", True, f"a slot more than {size(megabytes << 20)} behind is given up{timeout}")
+    return Check("max_slot_wal_keep_size", True, f"a slot more than {size(megabytes << 20)} behind is invalidated{timeout}")
 
 
 def _transactions(source: _Source) -> Check:
     old = blockers.older_than(source.conn, _OLD_TRANSACTION)
     if not old:
-        return Check("transactions", True, f"none that wrote is open for longer than {duration(_OLD_TRANSACTION)}")
+        return Check("transactions", True, f"no transaction that wrote is open for longer than {duration(_OLD_TRANSACTION)}")
     found = f"open for long: {blockers.describe(old)}"
-    mend = "End them (SELECT pg_terminate_backend(PID), or ROLLBACK PREPARED) unless they are at work: "
+    mend = "End them (SELECT pg_terminate_backend(PID), or ROLLBACK PREPARED) unless they are needed: "
     if inspect(source.conn, source.slot) is None:
-        return Check("transactions", False, found, f"{mend}the slot can be made only when they have ended.")
-    return Check("transactions", True, found, f"{mend}their changes come only when they end, and the WAL since they began is kept.")
+        return Check("transactions", False, found, f"{mend}the slot can only be made once they have ended.")
+    return Check(
+        "transactions", True, found, f"{mend}their changes come only when they end, and the source keeps the WAL since they began."
+    )
 
 
-_LOOKS: tuple[tuple[str, Callable[[_Source], Check | None]], ...] = (
+_CHECKS: tuple[tuple[str, Callable[[_Source], Check | None]], ...] = (
     ("wal_level", _wal_level),
     ("standby", _standby),
     ("max_replication_slots", _slots),

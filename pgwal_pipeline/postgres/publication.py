@@ -71,7 +71,7 @@ def oid(conn: Connection, name: str) -> int | None:
     try:
         rows = conn.execute("SELECT oid::int8 FROM pg_catalog.pg_publication WHERE pubname = %s", [name]).fetchall()
     except psycopg2.Error as error:
-        raise translate(error, f"looking at publication {name}") from error
+        raise translate(error, f"reading publication {name}") from error
     return rows[0][0] if rows else None
 
 
@@ -144,8 +144,7 @@ def _alter(
     for candidate in joining:
         if not candidate.owned:
             skipped[candidate.table] = (
-                f"role {role} does not own it, so it cannot be published; "
-                f"GRANT {quote_ident(candidate.owner)} TO {quote_ident(role)} mends it"
+                f"role {role} does not own it, so it cannot be published; run GRANT {quote_ident(candidate.owner)} TO {quote_ident(role)}"
             )
     owned = [candidate.table for candidate in joining if candidate.owned]
     try:
@@ -182,7 +181,7 @@ def _one_by_one(conn: Connection, name: str, verb: str, tables: list[TableName],
                 _run(conn, f"ALTER PUBLICATION {quote_ident(name)} {verb} TABLE {_table_list([table])}")
             done.append(table)
         except errors.LockNotAvailable:
-            skipped[table] = f"{_holders(conn, table)} a lock on it, so it could not be published yet; the next run tries it again"
+            skipped[table] = f"{_holders(conn, table)} a lock on it, so it could not be published yet; the next run tries again"
     return tuple(done)
 
 
@@ -226,7 +225,7 @@ def _refusal(conn: Connection, name: str, found: _Found, statements: str) -> str
         role = _role(conn)
         return (
             f"Publication {name} is not in step with PGWAL_TABLES, and role {role} does not own it; "
-            f"let {found.owner} run {statements}, or GRANT {quote_ident(found.owner)} TO {quote_ident(role)}."
+            f"have {found.owner} run {statements}, or GRANT {quote_ident(found.owner)} TO {quote_ident(role)}."
         )
     return None
 
@@ -251,8 +250,8 @@ def _require_creation(conn: Connection, name: str, wanted: list[Candidate]) -> N
         more = f" and {len(barred) - 1} more of the tables" if len(barred) > 1 else ""
         lacks.append(f"does not own {barred[0].table}{more}")
     raise SourceRefused(
-        f"Role {role} {' and '.join(lacks)}, so publication {name} cannot be made; let a superuser, or an owner of the tables who may "
-        f"create in the database, run {_shown(statement)}, or set PGWAL_TABLES to tables that {role} owns."
+        f"Role {role} {' and '.join(lacks)}, so publication {name} cannot be made; have a superuser, or an owner of the tables with "
+        f"CREATE on the database, run {_shown(statement)}, or set PGWAL_TABLES to tables that {role} owns."
     )
 
 
@@ -280,7 +279,7 @@ def _shown(statement: str) -> str:
     tables = statement.split(", ONLY ")
     if len(tables) <= _TABLES_SHOWN:
         return statement
-    return f"{', ONLY '.join(tables[:_TABLES_SHOWN])}, … (`pgwal doctor` shows it whole)"
+    return f"{', ONLY '.join(tables[:_TABLES_SHOWN])}, … (`pgwal doctor` shows all of it)"
 
 
 def _find(conn: Connection, name: str) -> _Found | None:

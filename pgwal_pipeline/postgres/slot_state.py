@@ -51,7 +51,7 @@ _INVALIDATION = {
     "rows_removed": "rows of the catalog that it needs were removed",
     "wal_level_insufficient": "wal_level was lowered on the primary",
     "idle_timeout": "nobody read it for longer than idle_replication_slot_timeout",
-    "conflict": "it stood in the way of the standby's recovery",
+    "conflict": "it conflicted with the standby's recovery",
 }
 
 
@@ -65,7 +65,7 @@ def inspect(conn: Connection, name: str) -> SlotState | None:
         reason, since = f"CASE WHEN s.wal_status = 'lost' THEN 'wal_removed' {conflict}END", "NULL::timestamptz"
     row = first_row(
         conn,
-        f"looking at slot {name}",
+        f"reading the state of slot {name}",
         f"""SELECT s.slot_name::text, s.active, s.active_pid, {_bytes("s.confirmed_flush_lsn")}, {_bytes("s.restart_lsn")},
             greatest(0, {_bytes(positions.FLUSHED)} - {_bytes("s.confirmed_flush_lsn")}), coalesce(s.wal_status, ''), s.safe_wal_size,
             coalesce(s.plugin::text, ''), coalesce(s.database::text, ''), {reason}, {since}
@@ -99,8 +99,8 @@ def require_usable(state: SlotState, database: str) -> None:
     if state.lost:
         why = _INVALIDATION.get(state.invalidation_reason or "", state.invalidation_reason or "it needs WAL that is gone")
         raise SlotLost(
-            f"Slot {state.name} is lost: {why}. Run `pgwal resnapshot --all` to make it anew and read every table again, and see that "
-            f"the source keeps more WAL (max_slot_wal_keep_size) or is drained more often."
+            f"Slot {state.name} is lost: {why}. Run `pgwal resnapshot --all` to make it anew and read every table again; then "
+            f"let the source keep more WAL (max_slot_wal_keep_size), or drain more often."
         )
 
 
@@ -115,7 +115,7 @@ def require_kind(state: SlotState, database: str) -> None:
         )
     if state.plugin != PLUGIN:
         raise SourceRefused(
-            f"Slot {state.name} is made for the plugin {state.plugin}, not {PLUGIN}: somebody else uses it; set PGWAL_SLOT to another name."
+            f"Slot {state.name} is for the plugin {state.plugin}, not {PLUGIN}, so somebody else uses it; set PGWAL_SLOT to another name."
         )
 
 
@@ -136,7 +136,7 @@ def refusal(conn: Connection, name: str, error: psycopg2.Error) -> PgwalError:
         return busy(conn, name)
     row = first_row(
         conn,
-        f"looking at why slot {name} was refused",
+        f"finding out why slot {name} was refused",
         "SELECT current_setting('wal_level'), current_setting('max_replication_slots'), current_user::text, "
         "(SELECT string_agg(slot_name, ', ' ORDER BY slot_name) FROM pg_catalog.pg_replication_slots WHERE NOT active)",
     )
@@ -150,8 +150,8 @@ def refusal(conn: Connection, name: str, error: psycopg2.Error) -> PgwalError:
     if isinstance(error, errors.ConfigurationLimitExceeded):
         unused = f", or drop one that nobody reads ({idle})" if idle else ""
         return SourceRefused(
-            f"Slot {name} finds no room: all {limit} replication slots of the source are taken; raise max_replication_slots and restart "
-            f"it{unused}."
+            f"There is no room for slot {name}: all {limit} replication slots of the source are taken; raise max_replication_slots and "
+            f"restart it{unused}."
         )
     if isinstance(error, errors.InsufficientPrivilege):
         return SourceRefused(
@@ -179,7 +179,7 @@ def busy(conn: Connection, name: str) -> SlotBusy:
     """Return the exception to raise if another session reads the slot; it names the session."""
     row = first_row(
         conn,
-        f"asking who reads slot {name}",
+        f"finding out who reads slot {name}",
         f"{SESSION_OF} (SELECT s.active_pid FROM pg_catalog.pg_replication_slots s WHERE s.slot_name = %s)",
         name,
     )

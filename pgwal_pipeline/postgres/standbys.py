@@ -9,7 +9,7 @@ import psycopg2
 from pgwal_pipeline.messages.errors import SourceUnavailable
 from pgwal_pipeline.postgres.dsn import connect, translate
 
-_LOOK = 5.0  # seconds without progress before checking whether standbys hold the slot back
+_CHECK_EVERY = 5.0  # seconds without progress before each check whether standbys hold the slot back
 _HELD = 60.0  # seconds without progress after which waiting for standbys ends with an error
 
 
@@ -27,7 +27,7 @@ def held_back(dsn: str, slot: str) -> str | None:
                 [slot],
             ).fetchone()
         except psycopg2.Error as error:
-            raise translate(error, f"looking at what slot {slot} waits for") from error
+            raise translate(error, f"finding out what slot {slot} waits for") from error
     return None if row is None else str(row[0])
 
 
@@ -42,20 +42,20 @@ class HeldBack:
 
     def moved(self) -> None:
         """Record that the slot has advanced."""
-        self._since = self._looked = time.monotonic()
+        self._since = self._checked = time.monotonic()
 
     def stands(self) -> None:
         """Record that the slot has not advanced; call it now and then. Warns after 5 s held back, raises SourceUnavailable after 60 s."""
         now = time.monotonic()
-        if now - self._looked < _LOOK:
+        if now - self._checked < _CHECK_EVERY:
             return
-        first, self._looked = self._looked == self._since, now
+        first, self._checked = self._checked == self._since, now
         standbys = held_back(self._dsn, self._slot)
         if standbys is None:
             return
         why = (
-            f"The source goes no further with slot {self._slot} until the standbys of synchronized_standby_slots ({standbys}) have "
-            f"confirmed the WAL to there, which they do not"
+            f"Slot {self._slot} does not advance, because the standbys in synchronized_standby_slots ({standbys}) have not confirmed "
+            f"the WAL up to there"
         )
         if now - self._since > _HELD:
             raise SourceUnavailable(f"{why}: bring them back, or take them out of synchronized_standby_slots, and run it again.")

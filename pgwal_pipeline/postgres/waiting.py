@@ -13,7 +13,7 @@ from pgwal_pipeline.postgres.command import cancel, run
 from pgwal_pipeline.postgres.connection import Connection, Cursor, ReplicationConnection
 
 _WARN_AFTER = 5.0  # seconds of waiting before a warning names what is waited for
-_LOOK_EVERY = 1.0  # seconds between two checks of what is waited for
+_CHECK_EVERY = 1.0  # seconds between two checks of what is waited for
 _LOCK_TIMEOUT = "2s"  # for such a check, in case somebody has locked the catalog
 _DONE = {"Making": "made", "Copying": "copied"}
 
@@ -59,7 +59,7 @@ class _Watch:
         self._timeout = timeout
         self._warn = warn
         self._started = time.monotonic()
-        self._looked = self._started + _WARN_AFTER - _LOOK_EVERY
+        self._checked = self._started + _WARN_AFTER - _CHECK_EVERY
         self._named = ""
 
     def __call__(self) -> None:
@@ -70,8 +70,8 @@ class _Watch:
                 f"source waits for {self._whom()[0]}. End that (SELECT pg_terminate_backend(PID), or ROLLBACK PREPARED), or raise the "
                 f"setting."
             )
-        if now - self._looked >= _LOOK_EVERY:
-            self._looked = now
+        if now - self._checked >= _CHECK_EVERY:
+            self._checked = now
             text, who = self._whom()
             if who != self._named:
                 self._named = who
@@ -100,4 +100,4 @@ class _Watch:
             return text, text
         if self._doing == "Making":
             return blockers.describe([]), ""
-        return "nobody else, though no answer comes", "nobody"
+        return "something that it does not show", "nobody"

@@ -22,6 +22,7 @@ def cloned(spark: "SparkSession") -> "Iterator[SparkSession]":
         yield type(spark)(spark.sparkContext, java.cloneSession())
         return
     session = clone()  # Spark Connect
+    session.client.set_retry_policies(spark.client.get_retry_policies())
     # The client binds server-side objects, such as checkpoints, to the thread's active session; no public API sets it.
     thread = type(session)._active_session  # noqa: SLF001
     before = getattr(thread, "session", None)
@@ -33,6 +34,13 @@ def cloned(spark: "SparkSession") -> "Iterator[SparkSession]":
         with suppress(PySparkException):
             session.client.release_session()
         session.client.close()
+
+
+def retry_briefly(session: "SparkSession") -> None:
+    """Let a Connect session on this machine, whose JVM may have died, fail after two seconds. By default it tries for ten minutes."""
+    from pyspark.sql.connect.client.retries import DefaultPolicy
+
+    session.client.set_retry_policies([DefaultPolicy(max_retries=5, max_backoff=800)])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def jvm_of_this_process() -> Callable[[], None]:

@@ -13,27 +13,15 @@ from pgwal_pipeline.spark import class_archive
 from pgwal_pipeline.spark.internals import jvm_of_this_process
 from pgwal_pipeline.spark.java import find_java
 from pgwal_pipeline.spark.session import spark_session
-
-_NEWEST = "SELECT id, v, gone FROM (SELECT *, row_number() OVER (PARTITION BY id ORDER BY place DESC) AS nth FROM changes) WHERE nth = 1"
+from pgwal_pipeline.spark.warm_up import rehearse
 
 
 def _publish_a_little(folder: str) -> None:
     """Write, read and merge Delta tables; return when the JVM has ended."""
-    settings = Settings(lake=folder, spark_master="local[2]", spark_conf={"spark.driver.memory": "1g"})
+    settings = Settings(lake=folder, spark_master="local[2]", spark_conf={"spark.driver.memory": "1g"}, spark_idle=0)
     spark = spark_session(settings, app_name="pgwal-record-classes")
     end_jvm = jvm_of_this_process()
-    path = f"{folder}/current"
-    rows = spark.range(100).selectExpr("id", "cast(id AS string) AS v", "id % 7 = 3 AS gone", "id AS place", "timestamp_micros(id) AS at")
-    rows.selectExpr("id", "v", "gone").write.format("delta").save(path)
-    rows.selectExpr("id + 50 AS id", "v", "gone", "place", "at").where("id >= 50").write.format("delta").save(f"{folder}/raw")
-    spark.read.format("delta").load(f"{folder}/raw").createOrReplaceTempView("changes")
-    spark.sql(_NEWEST).createOrReplaceTempView("newest")
-    spark.sql(
-        f"MERGE INTO delta.`{path}` t USING newest s ON t.id <=> s.id WHEN MATCHED AND s.gone THEN DELETE "
-        "WHEN MATCHED THEN UPDATE SET * WHEN NOT MATCHED AND NOT s.gone THEN INSERT *"
-    ).collect()
-    rows.write.parquet(f"{folder}/chunk")
-    spark.read.parquet(f"{folder}/chunk").join(spark.read.format("delta").load(path), "id").count()
+    rehearse(spark, folder)
     spark.stop()
     end_jvm()
 

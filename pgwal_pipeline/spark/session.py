@@ -1,20 +1,23 @@
-"""Make the Spark session that reads and merges the lake: a classic one on any master, or one on a Spark Connect server.
+"""Make the Spark session that reads and merges the lake: in the warm engine of this machine, on a Spark Connect server, or a classic one.
 
-A process has one session. Starting one takes seconds, so all tables of a run share it.
+A process has one session, which all tables of a run share.
 """
 
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pgwal_pipeline.host.cache import user_cache
-from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.messages.errors import LakeError, PgwalError
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline.spark import class_archive
-from pgwal_pipeline.spark.jars import delta_packages, ensure, s3_packages
+from pgwal_pipeline.spark import class_archive, engine
+from pgwal_pipeline.spark.engine_folder import EngineFolder
+from pgwal_pipeline.spark.internals import retry_briefly
+from pgwal_pipeline.spark.jars import cached, delta_packages, ensure, s3_packages
 from pgwal_pipeline.spark.java import ensure_java, find_java
 
 if TYPE_CHECKING:
@@ -41,6 +44,15 @@ _SESSION_CONF: Mapping[str, str] = {
     "spark.sql.adaptive.enabled": "true",
     "spark.databricks.delta.properties.defaults.enableDeletionVectors": "true",
 }
+# What an engine keeps of past queries, which nobody looks at.
+_ENGINE_CONF: Mapping[str, str] = {
+    "spark.app.name": "pgwal",
+    "spark.ui.retainedJobs": "20",
+    "spark.ui.retainedStages": "20",
+    "spark.ui.retainedTasks": "100",
+    "spark.sql.ui.retainedExecutions": "20",
+    "spark.connect.session.planCache.maxSize": "0",
+}
 _CHECKSUMS = "parquet.page.verify-checksum.enabled"  # makes a damaged page an error, instead of wrong values
 
 
@@ -51,7 +63,12 @@ def spark_session(settings: Settings, *, app_name: str = "pgwal", say: Callable[
     server cannot be reached, PgwalError if there is no Java or the jars cannot be downloaded.
     """
     if settings.spark_remote is not None:
-        return _remote_session(settings, settings.spark_remote)
+        # Checked first, because the client retries for many minutes before it fails.
+        return _remote_session(
+            settings, settings.spark_remote, "Spark Connect server {}:{} of PGWAL_SPARK_REMOTE".format(*reach(settings.spark_remote))
+        )
+    if uses_engine(settings):
+        return _engine_session(settings, say)
     from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession
 
@@ -66,6 +83,38 @@ def spark_session(settings: Settings, *, app_name: str = "pgwal", say: Callable[
             f"Spark did not start on {settings.spark_master} ({str(error).splitlines()[0]}); check its output above, "
             f"PGWAL_SPARK_MASTER and PGWAL_SPARK_CONF. It uses the Java in {os.environ['JAVA_HOME']}."
         ) from error
+
+
+def uses_engine(settings: Settings) -> bool:
+    """Return whether the sessions for `settings` are in the warm engine."""
+    return settings.spark_remote is None and settings.spark_idle > 0 and engine.is_for(settings.spark_master)
+
+
+def engine_settings(settings: Settings, say: Callable[[str], None] = lambda _: None) -> engine.EngineSettings:
+    """Return what the warm engine for `settings` is started with. The jars are downloaded at the first use."""
+    conf = {**spark_conf(settings, jars=ensure_jars(settings, say)), **_ENGINE_CONF, **settings.spark_conf}
+    return engine.EngineSettings(settings.lake, settings.spark_master, conf, launch_environment(settings), settings.spark_idle)
+
+
+def find_engine(settings: Settings) -> EngineFolder | None:
+    """Return the folder of the warm engine for `settings`; None if their sessions are not in one, or the jars were never downloaded."""
+    if not uses_engine(settings) or not jars_at_hand(settings):
+        return None
+    return engine_settings(settings).folder
+
+
+def engine_status(settings: Settings) -> dict[str, Any]:
+    """Return what `pgwal engine status --json` prints; see `engine.status`. Without a Java nothing runs."""
+    try:
+        return engine.status(find_engine(settings))
+    except PgwalError:
+        return engine.status(None)
+
+
+def start_engine(settings: Settings, say: Callable[[str], None] = lambda _: None) -> None:
+    """Start the warm engine for `settings` without waiting for it, if it is used and not alive. It gets ready beside other work."""
+    if uses_engine(settings):
+        engine.start(engine_settings(settings, say))
 
 
 def spark_conf(
@@ -137,6 +186,12 @@ def ensure_jars(settings: Settings, say: Callable[[str], None]) -> tuple[Path, .
     return jars
 
 
+def jars_at_hand(settings: Settings) -> bool:
+    """Return whether a session for `settings` needs no download."""
+    needed = [delta_packages()] + ([s3_packages()] if settings.lake.startswith("s3://") else [])
+    return all(cached(packages) is not None for packages in needed)
+
+
 def on_this_machine(master: str) -> bool:
     """Return whether `master` runs all of Spark on this machine: `local…` or `local-cluster[…]`."""
     return re.match(r"local(\[|-cluster\[|$)", master) is not None
@@ -183,26 +238,39 @@ def _machine_memory() -> int:
     return min(memory, int(limit)) if limit.isdigit() else memory
 
 
-def _remote_session(settings: Settings, address: str) -> "SparkSession":
-    """A session on the Connect server `address`, with those of our settings that a client may set."""
+def _engine_session(settings: Settings, say: Callable[[str], None]) -> "SparkSession":
+    wanted = engine_settings(settings, say)
+    with _one_at_a_time:
+        place = _attachments.get(wanted.folder)
+        if place is None:
+            place = _attachments[wanted.folder] = engine.attach(wanted, say)
+    session = _remote_session(settings, place.address, "warm Spark engine (`pgwal engine status`)")
+    retry_briefly(session)
+    return session
+
+
+_one_at_a_time = threading.Lock()
+_attachments: dict[EngineFolder, engine.Attachment] = {}
+
+
+def _remote_session(settings: Settings, address: str, name: str) -> "SparkSession":
+    """A session on the Connect server `address`, with those of our settings that a client may set. Errors call the server `name`."""
     from pyspark.errors import PySparkException
     from pyspark.sql.connect.session import SparkSession as ConnectSession
 
-    # Checked first, because the client retries for many minutes before it fails.
-    host, port = reach(address)
     # pyspark.sql.functions read this to know for which kind of session they make columns.
     os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
     try:
         session = ConnectSession.builder.remote(address).getOrCreate()
         if DELTA_EXTENSION not in (session.conf.get("spark.sql.extensions", "") or ""):
             raise LakeError(
-                f"The Spark Connect server {host}:{port} has no Delta Lake; start it with spark.sql.extensions={DELTA_EXTENSION} and "
+                f"The {name} has no Delta Lake; start it with spark.sql.extensions={DELTA_EXTENSION} and "
                 f"spark.sql.catalog.spark_catalog={DELTA_CATALOG}."
             )
-        for name, value in {**_SESSION_CONF, **settings.spark_conf}.items():
-            if session.conf.isModifiable(name) or name.startswith("spark.databricks."):
-                session.conf.set(name, value)
+        for option, value in {**_SESSION_CONF, **settings.spark_conf}.items():
+            if session.conf.isModifiable(option) or option.startswith("spark.databricks."):
+                session.conf.set(option, value)
         session.conf.set(_CHECKSUMS, "true")
     except PySparkException as error:
-        raise LakeError(f"The Spark Connect server {host}:{port} refused a session ({str(error).splitlines()[0]}).") from error
+        raise LakeError(f"The {name} refused a session ({str(error).splitlines()[0]}).") from error
     return session  # pyright: ignore[reportReturnType] (the same interface, by design of Spark)

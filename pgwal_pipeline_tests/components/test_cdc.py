@@ -5,22 +5,14 @@ import pytest
 
 from pgwal_pipeline import known_tables
 from pgwal_pipeline.asset_specs import AssetNames
-from pgwal_pipeline.components.resources import DSN_VARIABLE, ReplicationSlot, settings_for, settings_without_source
-from pgwal_pipeline.messages.errors import SettingError
+from pgwal_pipeline.components.resources import DSN_VARIABLE, ReplicationSlot
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.components.projects import project
 from pgwal_pipeline_tests.support import Source
 
+pytestmark = pytest.mark.usefixtures("no_settings")
 NOBODY = "postgresql://me:secret@127.0.0.1:1/nowhere"
 JOBS = {"sync", "drain", "publish", "snapshot", "verify", "maintenance"}
-
-
-@pytest.fixture(autouse=True)
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PGHOST", "PGHOSTADDR", "PGSERVICE", "PGDATABASE", DSN_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("PGWAL_LAKE", str(tmp_path / "lake"))
 
 
 def keys(definitions: dg.Definitions) -> set[str]:
@@ -140,25 +132,6 @@ def test_two_sources_stand_side_by_side(source: Source, tmp_path: Path, monkeypa
         assert definitions.resolve_job_def("shop_sync").run_tags == {"pgwal/slot": "shop.shop"}
         steps = {node.name for name in ("sync", "shop_sync") for node in definitions.resolve_job_def(name).nodes}
         assert steps == {"drain_wal", "publish_current", "shop_drain_wal", "shop_publish_current"}
-
-
-def test_settings_of_a_component_stand_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PGWAL_SLOT", "from_environment")
-    monkeypatch.setenv("PGWAL_PUBLICATION", "from_environment")
-    monkeypatch.setenv("SHOP_DSN", NOBODY)
-    settings = settings_for({"slot": "of_component", "lag_threshold": "1kB"}, "SHOP_DSN")
-    assert (settings.slot, settings.publication, settings.lag_threshold, settings.dsn) == ("of_component", "from_environment", 1024, NOBODY)
-    assert settings_without_source({}).source_dsn is None
-
-
-def test_what_a_component_may_not_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SettingError, match="dsn_variable"):
-        settings_for({"source_dsn": NOBODY})
-    with pytest.raises(SettingError, match="PGWAL_SLOTS takes no value"):
-        settings_for({"slots": "a"})
-    monkeypatch.setenv("PGDATABASE", "somewhere_else")
-    with pytest.raises(SettingError, match="SHOP_DSN is not set"):
-        settings_for({}, "SHOP_DSN")
 
 
 def test_the_password_is_nowhere_in_what_dagster_shows(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,7 @@ from dagster._core.definitions.metadata.metadata_value import CodeLocationRecons
 from dagster._core.definitions.repository_definition.repository_definition import RepositoryLoadData
 from dagster.components.utils.project_paths import get_code_server_metadata_key
 
-from pgwal_pipeline.components.dagster_internals import AssetsJob, configure_logging_once, loading, state_is_missing
-
-
-def test_an_assets_job_has_the_type_that_is_named() -> None:
-    assert isinstance(dg.define_asset_job("job"), AssetsJob)
+from pgwal_pipeline.components.dagster_internals import configure_logging_once, loading, state_is_missing
 
 
 def test_a_process_without_a_place_for_state_gets_one() -> None:

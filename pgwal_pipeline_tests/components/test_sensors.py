@@ -10,7 +10,7 @@ import dagster as dg
 import pytest
 
 from pgwal_pipeline.asset_specs import AssetNames, AssetSpecs
-from pgwal_pipeline.components.jobs import Jobs, build_jobs
+from pgwal_pipeline.components.jobs import Jobs, Steps, build_jobs
 from pgwal_pipeline.components.requests import LOOK
 from pgwal_pipeline.components.resources import ReplicationSlot
 from pgwal_pipeline.components.sensors import look_at_lag, look_each_hour, look_for_new_tables
@@ -85,7 +85,7 @@ class Ticks:
         self, look: SourceReading, source: CdcSource, instance: dg.DagsterInstance, slot: FakeSlot, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.look, self.source, self.instance, self.slot = look, source, instance, slot
-        self.jobs, _ = build_jobs(source)
+        self.jobs = build_jobs(source, Steps.of(source))
         self.cursor: str | None = None
         self.now = 1_800_000_000.0
         monkeypatch.setattr("pgwal_pipeline.components.sensors.time", SimpleNamespace(time=lambda: self.now))

@@ -368,13 +368,13 @@ def test_an_error_names_what_is_wrong_and_where() -> None:
 @pytest.mark.parametrize(
     ("payload", "reason"),
     [
-        (b"Z", "no such kind"),
-        (b"b" + bytes(40), "no such kind"),
+        (b"Z", "no message of this kind"),
+        (b"b" + bytes(40), "no message of this kind"),
         (b"", "no payload"),
-        (b"B" + bytes(19), "size of its kind"),
-        (b"C" + bytes(26), "size of its kind"),
-        (b"B" + bytes(20), "before the one that came earlier has ended"),
-        (b"C" + bytes(25), "does not agree"),
+        (b"B" + bytes(19), "its size is wrong for its kind"),
+        (b"C" + bytes(26), "its size is wrong for its kind"),
+        (b"B" + bytes(20), "before the previous one has ended"),
+        (b"C" + bytes(25), "does not match the Begin"),
         (b"I", "too short"),
         (b"I" + bytes(4) + b"N\0\0", "has not been described"),
         (b"T\0\0\0\1\0\0\0\0\1", "has not been described"),
@@ -427,16 +427,16 @@ def test_transactions_that_do_not_follow_each_other() -> None:
     assert "outside of a transaction" in str(refused(started().commit().insert(ITEMS, "1", "a", "1.00").messages))
     assert "outside of a transaction" in str(refused(started().commit().truncate(ITEMS).messages))
     assert "did not begin" in str(refused(Wire().begin().commit().commit().messages))
-    assert "before the one that came earlier" in str(refused(started().begin().messages))
+    assert "before the previous one" in str(refused(started().begin().messages))
     again = Wire().begin(commit_lsn=0x2_0000_0000).commit().begin(commit_lsn=0x2_0000_0000).commit()
-    assert "order of commits" in str(refused(again.messages))
+    assert "not in commit order" in str(refused(again.messages))
     decoder = Decoder(describe_from(*ALL), 0, END)
-    with pytest.raises(DecodeError, match="order of commits"):
+    with pytest.raises(DecodeError, match="not in commit order"):
         for message in again.messages:
             decoder.feed([message])
     decoder = Decoder(describe_from(*ALL), 0, 0x3_0000_0000)
     decoder.feed(started().messages)
-    with pytest.raises(DecodeError, match="before the one that came earlier"):
+    with pytest.raises(DecodeError, match="before the previous one"):
         decoder.feed(Wire().begin(commit_lsn=0x3_0000_0000).messages)
 
 
@@ -450,7 +450,7 @@ def test_a_time_that_no_column_holds() -> None:
         )
         == 1
     )
-    with pytest.raises(DecodeError, match="its time of commit is none"):
+    with pytest.raises(DecodeError, match="its commit time is out of range"):
         decode(Wire().begin(committed_at=latest + 1).relation(ITEMS).insert(ITEMS, "1", "a", None).commit().messages)
 
 

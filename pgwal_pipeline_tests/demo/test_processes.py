@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,9 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pgwal_pipeline.demo.dagster_ui import next_free_port
 from pgwal_pipeline.demo.processes import Program, end_marked, end_programs, mark
-from pgwal_pipeline.host.spawn import free_port
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline_tests.support import wait_for
 
@@ -83,13 +80,6 @@ def test_a_program_dies_when_we_are_killed(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL
     pid = int((tmp_path / "pid").read_text())
     wait_for(lambda: not _runs(pid), what="the program's end")
-
-
-def test_another_port_is_taken_when_the_wanted_one_is_in_use() -> None:
-    taken = free_port()
-    with socket.create_server(("127.0.0.1", taken)):
-        assert next_free_port(taken) != taken
-    assert next_free_port(taken) == taken
 
 
 def _runs(pid: int) -> bool:

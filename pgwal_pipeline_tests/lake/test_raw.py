@@ -16,7 +16,6 @@ from deltalake import DeltaTable
 
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Window
-from pgwal_pipeline.lake.parquet import plain_tables
 from pgwal_pipeline.lake.raw import TableWrite, WindowWriter, commit_window, ensure_raw_table
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.values.lsn import window_key
@@ -308,13 +307,3 @@ def test_a_window_whose_commits_were_cut_off_is_completed_from_the_ledger_alone(
     commit_window(lake, window.key, window.tables)
     for table in tables:
         assert _ids(lake, table) == ([1, 2] if table == tables[0] else [2])
-
-
-def test_text_beyond_what_one_array_holds_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pgwal_pipeline.lake.parquet._MOST_TEXT", 1000)
-    texts = ["é" * length for length in (10, 200, 900, 0, 30)] + [None]
-    rows = pa.table({"text": pa.array(texts).cast(pa.string_view()).slice(1), "number": range(5)})
-    pieces = list(plain_tables(rows, pa.schema([("text", pa.string()), ("number", pa.int64())])))
-    assert len(pieces) > 1
-    assert all(piece.num_rows == 1 or piece["text"].nbytes < 1500 for piece in pieces)
-    assert pa.concat_tables(pieces).to_pylist() == rows.to_pylist()

@@ -1,30 +1,13 @@
 """Names that would act on a terminal or a page, written so that they do not."""
 
-import dagster as dg
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from pgwal_pipeline.asset_specs import AssetNames, AssetSpecs
-from pgwal_pipeline.known_tables import KnownColumn, KnownTable
-from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import DecodeError, PgwalError, TableError
 from pgwal_pipeline.messages.printable import code_span, distinct, printable
-from pgwal_pipeline.values.relation import TableName
-
-HOSTILE = [
-    "\x1b]0;owned\x07",
-    "\x1b[2J\x9b31m",
-    "two\nlines\r\n",
-    "\u202egpj.exe",
-    "`![x](http://evil.example/x.png)`",
-    "``[y](javascript:alert(1))",
-    "<img src=x onerror=alert(1)>",
-    "*a* _b_ #c",
-    " ` ",
-    "%s{0}[bold]",
-]
+from pgwal_pipeline_tests.messages.hostile import HOSTILE
 
 
 def test_nothing_acts_on_a_terminal() -> None:
@@ -46,15 +29,3 @@ def test_a_name_is_one_piece_of_code_in_markdown(text: str) -> None:
     assert (block.type, inline.type) == ("paragraph_open", "inline")
     kinds = [(child.type, child.content) for child in inline.children or ()]
     assert kinds == [("text", "Table "), ("code_inline", printable(text)), ("text", " in Postgres.")]
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_assets_of_hostile_names(text: str) -> None:
-    known = KnownTable(TableName(text, text), (KnownColumn(text, "text", "string"),), ())
-    specs = AssetSpecs(AssetNames("slot"), Lake("/lake"))
-    for spec in (specs.source(known), specs.raw(known), specs.snapshot(known), specs.current(known)):
-        assert isinstance(spec, dg.AssetSpec)
-        assert printable(spec.key.to_user_string()) == spec.key.to_user_string()
-        assert printable(spec.description or "") == spec.description
-        types = {token.type for token in MarkdownIt().parse(spec.description or "")[1].children or ()}
-        assert types == {"text", "code_inline"}

@@ -1,10 +1,6 @@
 """The catch-up: a backlog read in windows side by side holds just what one reader would have found, whatever is killed on the way."""
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -29,70 +25,24 @@ from pgwal_pipeline.pipeline.window_commit import DrainContext
 from pgwal_pipeline.postgres import copies
 from pgwal_pipeline.postgres.copies import Room
 from pgwal_pipeline.postgres.dsn import connect
-from pgwal_pipeline.values.lsn import format_lsn, parse_lsn, window_key
+from pgwal_pipeline.values.lsn import window_key
 from pgwal_pipeline.values.relation import TableName
+from pgwal_pipeline_tests.pipeline.catching_up import (
+    DRAIN,
+    alone,
+    assert_same_raw,
+    assert_settled,
+    catching_up,
+    fill,
+    raw_rows,
+    slots,
+    windows,
+)
 from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
 from pgwal_pipeline_tests.scenarios.random.rounds import Rounds
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
-FOUR_CORES = "import pgwal_pipeline.pipeline.catch_up as c\nc.cores = lambda: 4\n"
-DRAIN = FOUR_CORES + "from pgwal_pipeline.pipeline.drain import drain\ndrain(settings, progress=progress)"
-
-
-@pytest.fixture(autouse=True)
-def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catch_up, "cores", lambda: 4)
-
-
-def catching_up(make_pipeline: MakePipeline, **overrides: Any) -> Pipeline:
-    pipeline = make_pipeline(**({"catchup_threshold": "512kB", "catchup_slots": 2} | overrides))
-    drains.bootstrap(pipeline.settings, progress=Silent())
-    return pipeline
-
-
-def alone(make_pipeline: MakePipeline, tmp_path: Path) -> Pipeline:
-    """A pipeline with a lake and a slot of its own, whose one reader drains everything."""
-    pipeline = make_pipeline(lake=str(tmp_path / "alone"), catchup_slots=0)
-    drains.bootstrap(pipeline.settings, progress=Silent())
-    return pipeline
-
-
-def raw_rows(pipeline: Pipeline, table: str) -> list[dict[str, Any]]:
-    """Raw's rows without their windows, in the order of their positions."""
-    frame = pl.read_delta(pipeline.lake.raw(TableName.parse(table)))
-    frame = frame.sort("_pgwal_commit_lsn", "_pgwal_ordinal", "_pgwal_op").drop("_pgwal_window")
-    return frame.select(sorted(frame.columns)).to_dicts()
-
-
-def assert_same_raw(one: Pipeline, other: Pipeline, *tables: str) -> None:
-    for table in tables:
-        found, wanted = raw_rows(one, table), raw_rows(other, table)
-        assert len(found) == len(wanted), table
-        assert found == wanted, next((pair for pair in zip(found, wanted, strict=True) if pair[0] != pair[1]), table)
-
-
-def windows(pipeline: Pipeline) -> list[tuple[int, int]]:
-    return [(window.start_lsn, window.end_lsn) for window in pipeline.ledger.windows() if window.start_lsn < window.end_lsn]
-
-
-def assert_settled(pipeline: Pipeline, *others: str) -> None:
-    """Everything up to the frontier is confirmed and counted, and there are no slots but the pipeline's one and `others`."""
-    slot, source = pipeline.settings.slot, pipeline.source
-    assert pipeline.ledger.plan() is None
-    assert source.value("SELECT confirmed_flush_lsn::text FROM pg_replication_slots WHERE slot_name = %s", slot) == format_lsn(
-        pipeline.ledger.frontier() or 0
-    )
-    assert slots(source, slot) == {slot, *others}
-
-
-def slots(source: Source, name: str) -> set[str]:
-    return {row[0] for row in source.sql("SELECT slot_name FROM pg_replication_slots WHERE starts_with(slot_name, %s)", name)}
-
-
-def fill(source: Source, transactions: int = 30, rows: int = 200, first: int = 0) -> None:
-    """About 100 kB of WAL for each transaction."""
-    for number in range(first, first + transactions):
-        source.sql(f"INSERT INTO t SELECT i, repeat('v', 300) FROM generate_series({number * rows}, {number * rows + rows - 1}) i")
+pytestmark = pytest.mark.usefixtures("four_cores")
 
 
 class Workload:
@@ -268,12 +218,6 @@ BY_PARENT = [
     "drain.before_confirm",
     pytest.param("drain.after_confirm", marks=IN_SOAK),
 ]
-BY_WORKER = [
-    "catch_up.copied",
-    pytest.param("catch_up.moved", marks=IN_SOAK),
-    pytest.param("catch_up.after_files", marks=IN_SOAK),
-    "catch_up.recorded",
-]
 
 
 @pytest.mark.parametrize("point", BY_PARENT)
@@ -299,53 +243,6 @@ def test_killed_catch_up_leaves_every_row_once(point: str, source: Source, make_
     assert_settled(pipeline, foreign)
     # The borders of the plan stand, and what came later was cut by itself.
     assert plan is None or set(plan.ranges) < set(windows(pipeline))
-
-
-@pytest.mark.parametrize("point", BY_WORKER)
-def test_a_window_whose_process_is_killed_is_read_by_the_other(
-    point: str, source: Source, make_pipeline: MakePipeline, tmp_path: Path
-) -> None:
-    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
-    pipeline, other = catching_up(make_pipeline, catchup_slots=1), alone(make_pipeline, tmp_path)
-    fill(source)
-    environment = {"PGWAL_CATCHUP_THRESHOLD": "512kB", "PGWAL_CATCHUP_SLOTS": "1", "PGWAL_FAILPOINTS": f"{point}=kill"}
-    done = pipeline.child(DRAIN, environment=environment)
-    assert done.returncode == 0, done.stderr
-    other.drain(pipeline.ledger.frontier())
-    assert len(windows(pipeline)) == 2
-    assert_same_raw(pipeline, other, "public.t")
-    assert_settled(pipeline)
-
-
-def test_an_interrupted_catch_up_leaves_no_process_and_no_slot(source: Source, make_pipeline: MakePipeline, tmp_path: Path) -> None:
-    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
-    pipeline, other = catching_up(make_pipeline), alone(make_pipeline, tmp_path)
-    fill(source)
-    slot = pipeline.settings.slot
-    environment = {"PGWAL_CATCHUP_THRESHOLD": "512kB", "PGWAL_FAILPOINTS": "catch_up.after_files=sleep:60"}
-    with pipeline.started(DRAIN, environment=environment) as drain:
-        wait_for(lambda: len(slots(source, slot)) == 3, seconds=60, what="the copies")
-        plan = wait_for(pipeline.ledger.plan, what="the plan")
-        wait_for(lambda: len(pipeline.ledger.reads(plan)) == 1, seconds=60, what="the first window")
-        drain.send_signal(signal.SIGINT)
-        assert drain.wait(20) != 0
-    assert len(pipeline.ledger.reads(plan)) == 1
-    wait_for(lambda: slots(source, slot) == {slot}, what="the copies to be gone")
-    pipeline.drain()
-    other.drain(pipeline.ledger.frontier())
-    assert_same_raw(pipeline, other, "public.t")
-    assert_settled(pipeline)
-
-
-def test_a_process_that_nobody_waits_for_ends_without_a_word(source: Source, make_pipeline: MakePipeline) -> None:
-    """Its standard input has ended before it begins, as when the drain was interrupted just then."""
-    settings = make_pipeline().settings
-    command = [sys.executable, "-m", "pgwal_pipeline.pipeline.catch_up_worker", "1", "2", "180000", "1048576"]
-    ended = subprocess.run(
-        command, env=os.environ | settings.to_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
-    )
-    assert ended.returncode != 0
-    assert (ended.stdout, ended.stderr) == ("", "")
 
 
 def test_finished_windows_are_adopted_and_the_others_read_again(
@@ -390,29 +287,6 @@ def test_finished_windows_are_adopted_and_the_others_read_again(
     assert files <= {str(path.relative_to(raw)) for path in raw.rglob("*.parquet")}
     pipeline.drain()
     assert [(state.state, state.reason) for state in ledger.tables().values()] == [("ready", None)]
-
-
-def test_windows_under_way_are_shown(source: Source, make_pipeline: MakePipeline, tmp_path: Path) -> None:
-    source.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
-    pipeline = catching_up(make_pipeline)
-    fill(source)
-    assert "windows" not in status.status(pipeline.settings)
-    at_end = tmp_path / "copied"
-    environment = {
-        "PGWAL_CATCHUP_THRESHOLD": "512kB",
-        "PGWAL_CATCHUP_SLOTS": "1",
-        "PGWAL_FAILPOINTS": f"catch_up.after_files=touch:{at_end}",
-    }
-    with pipeline.started(DRAIN, environment=environment) as drain:
-        wait_for(at_end.exists, seconds=60, what="the second window's files")
-        wait_for(lambda: status.status(pipeline.settings)["windows"][0]["state"] == "read", seconds=60, what="the first window")
-        first, second = status.status(pipeline.settings)["windows"]
-        assert second["state"] == "reading"
-        assert 0 <= second["done_bytes"] <= parse_lsn(second["end_lsn"]) - parse_lsn(second["start_lsn"])
-        assert first["done_bytes"] == parse_lsn(first["end_lsn"]) - parse_lsn(first["start_lsn"])
-        at_end.unlink()
-        assert drain.wait(60) == 0
-    assert "windows" not in status.status(pipeline.settings)
 
 
 def test_a_window_that_cannot_be_read_stops_the_drain_and_keeps_the_others(
@@ -516,7 +390,7 @@ def test_a_role_that_may_not_copy_slots_drains_alone(source: Source, make_pipeli
         fill(source)
         report = pipeline.drain()
         assert len(report.windows) == 1
-        assert "drained by one reader alone, for the slot cannot be copied" in report.warnings[0]
+        assert "drained by one reader alone, since the slot cannot be copied" in report.warnings[0]
         assert len(raw_rows(pipeline, "public.t")) == 6000
         assert_settled(pipeline)
     finally:

@@ -1,6 +1,7 @@
 """The drain against a real server: whole transactions by commit LSN, one pass for all tables, nothing lost and nothing twice."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,9 +9,10 @@ import polars as pl
 import pytest
 
 from pgwal_pipeline.embedded.postgres import Postgres
-from pgwal_pipeline.messages.errors import LakeError, SlotBusy, SlotLost
+from pgwal_pipeline.messages.errors import LakeError, SlotBusy, SlotLost, SourceUnavailable
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
+from pgwal_pipeline.pipeline import window as windows
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.values.lsn import parse_lsn, window_key
 from pgwal_pipeline.values.relation import TableName
@@ -222,3 +224,22 @@ def test_killed_drain_leaves_every_row_once(point: str, source: Source, make_pip
     assert [identity for _, identity in raw(pipeline, "public.a")] == list(range(1, 502))
     assert [identity for _, identity in raw(pipeline, "public.b")] == list(range(1, 501))
     assert confirmed(source, pipeline.settings.slot) == pipeline.ledger.frontier()
+
+
+def test_patience_is_measured_from_the_last_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    patience = drains._Patience()
+    broke = SourceUnavailable("gone")
+    forward = windows.StreamBroke(broke, kept=object())  # pyright: ignore[reportArgumentType]
+    for _ in range(5):  # a connection that lives for ten minutes at a time
+        assert patience.pause(forward) is not None
+        clock[0] += 600
+    assert patience.pause(broke) is None, "ten minutes without getting any further"
+    clock[0] = 0
+    patience = drains._Patience()
+    assert patience.pause(broke) is not None
+    clock[0] += 59
+    assert patience.pause(broke) is not None
+    clock[0] += 2
+    assert patience.pause(broke) is None

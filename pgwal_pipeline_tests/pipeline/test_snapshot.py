@@ -4,20 +4,22 @@ import contextlib
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import psycopg2
 import pytest
 
 from pgwal_pipeline.lake.current import generation
-from pgwal_pipeline.messages.errors import SlotLost, SourceRefused, SourceUnavailable
+from pgwal_pipeline.lake.ledger import Chunk, TableState
+from pgwal_pipeline.messages.errors import SourceRefused, SourceUnavailable
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.faults import READ, WRITTEN, at_each_pass
-from pgwal_pipeline_tests.pipelines import Pipeline
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
 from pgwal_pipeline_tests.support import Source, wait_for
 
 LONG = "repeat('-', 3000)"  # stored apart, and not sent again where it did not change
@@ -262,25 +264,6 @@ def test_only_what_joined_waits_for_old_transactions(source: Source, make_pipeli
     pipeline.assert_current("public.first", "public.other", "public.joined")
 
 
-def test_a_slot_that_is_lost_ends_the_read(source: Source, make_pipeline: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch) -> None:
-    source.sql("CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t SELECT generate_series(1, 1000); ANALYZE t")
-    pipeline = make_pipeline(snapshot_chunk_rows=100, snapshot_workers=1)
-    drains.bootstrap(pipeline.settings, progress=Silent())
-    monkeypatch.setattr("pgwal_pipeline.pipeline.slot_watch._LOOK_EVERY", 0.0)
-    slow = threading.Event()
-
-    def drop(passed: int) -> None:
-        if passed == 2:
-            source.drop_slot(pipeline.settings.slot)
-        slow.wait(0.6 if passed >= 2 else 0)
-
-    at_each_pass(monkeypatch, WRITTEN, drop)
-    with pytest.raises(SlotLost, match="was dropped while tables were read"):
-        pipeline.snapshot()
-    (state,) = pipeline.ledger.tables().values()
-    assert state.generation is None
-
-
 READ_ALL = "from pgwal_pipeline.pipeline.snapshot import snapshot\nsnapshot(settings, progress=progress)"
 
 
@@ -372,3 +355,29 @@ def test_random_writers_beside_a_reader_that_dies_often(
     pipeline = make_pipeline(snapshot_chunk_rows=150)
     pipeline.spark = lambda: spark
     print(f"seed {seed}: {snapshot_beside_writers(seed, source, pipeline, kills=3)} publishes compared beside writers")  # noqa: T201
+
+
+def test_a_table_altered_while_single_rows_of_it_are_read_again(source: Source, make_pipeline: MakePipeline) -> None:
+    """It has no snapshot in force then, and would wait for one that nobody reads."""
+    source.sql("CREATE TABLE t (id int PRIMARY KEY, a int); INSERT INTO t SELECT i, i FROM generate_series(1, 5) i")
+    pipeline = make_pipeline()
+    table = TableName("public", "t")
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    pipeline.snapshot()
+
+    def single_rows(known: Any) -> list[TableState]:
+        state = known[table]
+        return [replace(state, generation=None, reading=state.generation, published=state.generation, reason="1 rows are read again")]
+
+    reading = pipeline.ledger.tables()[table].generation
+    assert reading is not None
+    pipeline.ledger.record_chunks([Chunk(table=table, generation=reading, chunk=1, lower=("3",), upper=("3",))])
+    pipeline.ledger.amend_tables(single_rows)
+    source.sql("ALTER TABLE t DROP a")
+    state = pipeline.ledger.tables()[table]
+    snapshots._record_error(pipeline.ledger, state, snapshots.copy.TableChanged(str(table), "it was altered while it was read"))
+    assert snapshots.needed(pipeline.settings) == (table,)
+    pipeline.snapshot()
+    assert pipeline.ledger.tables()[table].state == "ready"
+    snapshots._record_error(pipeline.ledger, pipeline.ledger.tables()[table], snapshots.copy.TableChanged(str(table), "it was altered"))
+    assert snapshots.needed(pipeline.settings) == (), "its snapshot in force goes on"

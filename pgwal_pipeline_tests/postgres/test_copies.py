@@ -123,7 +123,7 @@ with connect(sys.argv[1]) as conn:
 def test_settling_waits_for_a_standby_that_is_away_no_longer_than_it_should(
     make_server: Callable[..., Postgres], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standbys, "_LOOK", 0.3)
+    monkeypatch.setattr(standbys, "_CHECK_EVERY", 0.3)
     monkeypatch.setattr(standbys, "_HELD", 1.0)
     with fresh_source(make_server(synchronized_standby_slots="standby_1, standby_2")) as source:
         name = make(source)
@@ -135,7 +135,7 @@ def test_settling_waits_for_a_standby_that_is_away_no_longer_than_it_should(
             with pytest.raises(SourceUnavailable, match=r"\(standby_1, standby_2\) have .*: bring them back, or take them out of"):
                 copies.confirm_unread(conn, source.dsn, name, end, warn=warnings.append)
             assert len(warnings) == 1
-            assert f"slot {name}" in warnings[0]
+            assert f"Slot {name}" in warnings[0]
             # The server waits no longer either, and the connection is good for more.
             assert conn.execute(waiting).fetchone() == (0,)
             assert standing(source, name) == before
@@ -226,7 +226,7 @@ def a_stopped_drop(server: Postgres, source: Source) -> Iterator[int]:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_WARN_AFTER", 0.2)
-    monkeypatch.setattr(waiting, "_LOOK_EVERY", 0.2)
+    monkeypatch.setattr(waiting, "_CHECK_EVERY", 0.2)
     monkeypatch.setattr(command, "CANCEL_TIMEOUT", 0.5)
 
 
@@ -293,7 +293,7 @@ def test_a_copy_whose_answer_never_comes_is_given_up(source: Source, monkeypatch
         with pytest.raises(BlockedByTransaction, match="could not be copied within 1 s"):
             SlotCopy.make(source.dsn, name, blocked_timeout=1, warn=warnings.append)
         assert time.monotonic() - started < 8
-    assert "nobody else, though no answer comes" in warnings[0]
+    assert "something that it does not show" in warnings[0]
     wait_for(lambda: not source.sql(WALSENDERS), what="the session of the copy to end")
     assert source.sql(COPIES, name) == []
 

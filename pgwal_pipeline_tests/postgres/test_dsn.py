@@ -140,7 +140,7 @@ def _walsender(server: Postgres) -> ReplicationConnection | None:
 def test_too_many_connections(guarded: Postgres) -> None:
     taken = []
     try:
-        with pytest.raises(SourceUnavailable, match="takes no connection now") as caught:
+        with pytest.raises(SourceUnavailable, match="accepts no connection now") as caught:
             for _ in range(20):
                 taken.append(dsn.connect(guarded.dsn(user="alice", password=SECRET)))  # noqa: PERF401
         assert caught.value.transient

@@ -47,7 +47,7 @@ def test_a_source_that_is_as_it_must_be(source_matrix: Source) -> None:
     source.sql("create table item (id int primary key)")
     before = checks(source)
     assert [name for name, check in before.items() if not check.ok] == []
-    assert set(before) == {name for name, _ in health._LOOKS} - {"standby"} | {"source"}
+    assert set(before) == {name for name, _ in health._CHECKS} - {"standby"} | {"source"}
     assert f"Postgres {source.connect().info.server_version // 10000}." in before["source"].found
     assert "may make it" in before["publication"].found
     assert before["tables"].found == "1 table to follow"
@@ -122,7 +122,7 @@ def test_a_role_with_few_rights(source_matrix: Source) -> None:
         found = checks(source, dsn)
         assert [name for name, check in found.items() if not check.ok] == ["publication"]
         assert "does not own public.item" in found["publication"].found
-        source.sql((found["publication"].mend or "").removeprefix("Let a superuser run: "))
+        source.sql((found["publication"].mend or "").removeprefix("Have a superuser run: "))
         found = checks(source, dsn)
         assert [name for name, check in found.items() if not check.ok] == []
         source.sql("revoke select on item from health_plain")
@@ -155,7 +155,7 @@ def test_a_publication_of_ours_that_another_role_has_to_bring_in_step(source: So
         assert not found.ok
         assert f"Publication {NAME} is not in step with PGWAL_TABLES, and role health_guest does not own it" in found.found
         owner = source.value("select current_user")
-        assert f"let {owner} run ALTER PUBLICATION {NAME} DROP TABLE " in found.found
+        assert f"have {owner} run ALTER PUBLICATION {NAME} DROP TABLE " in found.found
         assert all(f"ONLY public.gone_{index}" in found.found for index in range(30)), "shown whole here, where runs point to it"
         assert f"GRANT {owner} TO health_guest" in found.found
         assert source.value("select count(*) from pg_publication_rel") == 31
@@ -170,7 +170,7 @@ def test_tables_that_must_be_left_out_are_no_failure(source: Source) -> None:
     source.sql("create table item (id int primary key)")
     found = checks(source)
     assert found["tables"].ok
-    assert found["tables"].found.startswith("1 table to follow; left out are public.keyless: ")
+    assert found["tables"].found.startswith("1 table to follow; left out: public.keyless: ")
     assert found["tables"].mend
     none = checks(source, globs="nothing.*")["tables"]
     assert none.ok

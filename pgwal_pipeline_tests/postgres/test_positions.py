@@ -167,5 +167,5 @@ def test_the_doctor_says_which_of_them_counts(source: Source, monkeypatch: pytes
     shift_sql(monkeypatch, FAR)
     with checked(source) as found:
         assert found["positions"].ok, "it stops nothing"
-        assert "is none of the stream's, whose walsender is at" in found["positions"].found
-        assert "runs go by the walsender's position" in (found["positions"].mend or "")
+        assert "is not one of the stream, whose walsender is at" in found["positions"].found
+        assert "runs use the walsender's position" in (found["positions"].mend or "")

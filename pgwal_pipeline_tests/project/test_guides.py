@@ -110,7 +110,7 @@ def _words(command: str) -> list[str]:
 def _wrong_for(command: click.Command, words: list[str]) -> str | None:
     context = click.Context(command, info_name="x", help_option_names=["-h", "--help"])
     if isinstance(command, click.Group) and words and not words[0].startswith("-"):
-        if words[0] in ("…", "COMMAND"):
+        if words[0] in ("…", "COMMAND", "[OPTIONS]"):
             return None
         found = command.get_command(context, words[0])
         return f"no command {words[0]}" if found is None else _wrong_for(found, words[1:])

@@ -177,5 +177,5 @@ def test_a_server_that_takes_no_less(port: int, certificates: Certificates, requ
             dsn.connect(certificates.dsn(port, sslmode="disable"))
         return
     assert "connect with TLS (sslmode=verify-full)" in _refusal(certificates.dsn(port, sslmode="disable"))
-    with pytest.raises(SourceRefused, match="the client certificate is not in the name of postgres"):
+    with pytest.raises(SourceRefused, match="the client certificate is not for postgres"):
         dsn.connect(certificates.dsn(port, client=certificates.ca.issue("alice")))

@@ -17,24 +17,17 @@ from pgwal_pipeline.values.lsn import parse_lsn
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.faults import RUNS_OWN, TABLES_OWN, at_tables, injected
 from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
+from pgwal_pipeline_tests.scenarios.faults.three_tables import CASES, TABLES, create, insert
 from pgwal_pipeline_tests.support import Source, wait_for
 
 _STAGES = ("describe", "decode", "write", "commit")
-_TABLES = ["public.a", "public.b", "public.c"]
-# Which tables fail, and which get changes in that window.
-_CASES = {
-    "first": (["public.a"], _TABLES),
-    "last": (["public.c"], _TABLES),
-    "only": (["public.b"], ["public.b"]),
-    "all": (_TABLES, _TABLES),
-}
 _SHORT = {("describe", "RuntimeError", "first"), ("decode", "ArrowInvalid", "last"), ("write", "LakeError", "only")}
 _SHORT |= {("commit", "DeltaError", "all"), ("commit", "RuntimeError", "first"), ("decode", "RuntimeError", "all")}
 _MATRIX = [
     pytest.param(stage, kind, case, marks=() if (stage, kind, case) in _SHORT else pytest.mark.soak)
     for stage in _STAGES
     for kind in TABLES_OWN
-    for case in _CASES
+    for case in CASES
 ]
 _RUNS = [
     pytest.param(
@@ -57,17 +50,10 @@ def confirmed(pipeline: Pipeline) -> int:
     return parse_lsn(pipeline.source.value(found, pipeline.settings.slot))
 
 
-def insert(source: Source, tables: list[str], *ids: int) -> None:
-    for table in tables:
-        for number in ids:
-            source.sql(f"INSERT INTO {table} VALUES (%s, 'x')", number)
-
-
 def three_tables(source: Source, pipeline: Pipeline) -> None:
-    for table in _TABLES:
-        source.sql(f"CREATE TABLE {table} (id int PRIMARY KEY, v text)")
+    create(source)
     drains.bootstrap(pipeline.settings, progress=Silent())
-    insert(source, _TABLES, 1)
+    insert(source, TABLES, 1)
     snapshots.snapshot(pipeline.settings, progress=Silent())
     pipeline.drain()
 
@@ -76,12 +62,12 @@ def three_tables(source: Source, pipeline: Pipeline) -> None:
 def test_a_tables_fault_costs_that_table_alone(stage: str, kind: str, case: str, source: Source, make_pipeline: MakePipeline) -> None:
     pipeline = make_pipeline()
     three_tables(source, pipeline)
-    faulty, changed = _CASES[case]
+    faulty, changed = CASES[case]
     frontier = pipeline.ledger.frontier()
     insert(source, changed, 2)
     with injected(at_tables(stage, faulty, kind)):
         report = pipeline.drain()
-    sound = [table for table in _TABLES if table not in faulty]
+    sound = [table for table in TABLES if table not in faulty]
     assert confirmed(pipeline) == pipeline.ledger.frontier() == report.windows[-1].end_lsn
     assert report.changes == len(set(changed) - set(faulty))
     states = pipeline.ledger.tables()
@@ -96,7 +82,7 @@ def test_a_tables_fault_costs_that_table_alone(stage: str, kind: str, case: str,
         assert states[TableName.parse(table)].state == "ready"
         assert raw_ids(pipeline, table) == ([1, 2] if table in changed else [1])
     # The cause is gone; the table has a gap all the same, and nothing of it is taken until it is read again.
-    insert(source, _TABLES, 3)
+    insert(source, TABLES, 3)
     pipeline.drain()
     assert all(raw_ids(pipeline, table) == [1] for table in faulty)
     assert all(raw_ids(pipeline, table)[-1] == 3 for table in sound)
@@ -108,13 +94,13 @@ def test_the_runs_fault_changes_no_tables_state(stage: str, kind: str, source: S
     pipeline = make_pipeline()
     three_tables(source, pipeline)
     before = confirmed(pipeline)
-    insert(source, _TABLES, 2)
+    insert(source, TABLES, 2)
     with injected(at_tables(stage, ["public.b"], kind)), pytest.raises(MemoryError if kind == "MemoryError" else LakeError):
         pipeline.drain()
     assert confirmed(pipeline) == before
     assert {state.state for state in pipeline.ledger.tables().values()} == {"ready"}
     pipeline.drain()
-    assert all(raw_ids(pipeline, table) == [1, 2] for table in _TABLES)
+    assert all(raw_ids(pipeline, table) == [1, 2] for table in TABLES)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +110,14 @@ def test_the_runs_fault_changes_no_tables_state(stage: str, kind: str, source: S
 def test_killed_between_the_tables_record_and_the_windows(stage: str, point: str, source: Source, make_pipeline: MakePipeline) -> None:
     pipeline = make_pipeline()
     three_tables(source, pipeline)
-    insert(source, _TABLES, 2)
+    insert(source, TABLES, 2)
     faults = f"{at_tables(stage, ['public.b'], 'RuntimeError')};{point}=kill"
     code = "from pgwal_pipeline.pipeline.drain import drain\ndrain(settings, progress=progress)"
     assert pipeline.child(code, environment={"PGWAL_FAILPOINTS": faults}).returncode == -9
     # What was left out before the kill stays so, though the cause is gone; a commit is tried again first.
     with injected(at_tables(stage, ["public.b"], "RuntimeError") if stage == "commit" else ""):
         pipeline.drain()
-    assert [raw_ids(pipeline, table) for table in _TABLES] == [[1, 2], [1], [1, 2]]
+    assert [raw_ids(pipeline, table) for table in TABLES] == [[1, 2], [1], [1, 2]]
     assert {str(name): state.state for name, state in pipeline.ledger.tables().items()} == {
         "public.a": "ready",
         "public.b": "error",
@@ -157,11 +143,10 @@ def test_a_fault_in_one_window_of_a_long_drain_leaves_the_table_out_of_the_rest(
 
 
 def test_a_table_in_error_is_read_again_and_back(source: Source, pipeline: Pipeline) -> None:
-    for table in _TABLES:
-        source.sql(f"CREATE TABLE {table} (id int PRIMARY KEY, v text)")
-    insert(source, _TABLES, 1)
+    create(source)
+    insert(source, TABLES, 1)
     pipeline.sync()
-    insert(source, _TABLES, 2)
+    insert(source, TABLES, 2)
     with injected(at_tables("decode", ["public.b"], "RuntimeError")):
         pipeline.drain()
     source.sql("UPDATE b SET v = 'changed in the gap' WHERE id = 1")
@@ -170,11 +155,11 @@ def test_a_table_in_error_is_read_again_and_back(source: Source, pipeline: Pipel
     assert TableName("public", "b") not in {name for name, table in report.tables.items() if table.version is not None}
     pipeline.assert_current("public.a", "public.c")
     snapshots.snapshot(pipeline.settings, [TableName("public", "b")], progress=Silent())
-    insert(source, _TABLES, 3)
+    insert(source, TABLES, 3)
     pipeline.drain()
     pipeline.publish()
     assert {state.state for state in pipeline.ledger.tables().values()} == {"ready"}
-    pipeline.assert_current(*_TABLES)
+    pipeline.assert_current(*TABLES)
 
 
 def _damage(monkeypatch: pytest.MonkeyPatch, damaged: Callable[[bytes], bytes]) -> None:
@@ -194,7 +179,7 @@ def test_a_change_that_cannot_be_read_is_kept_whole_and_its_table_left_out(
     pipeline = make_pipeline()
     three_tables(source, pipeline)
     oid = source.value("SELECT 'b'::regclass::oid::int8")
-    insert(source, _TABLES, 2)
+    insert(source, TABLES, 2)
     cut: list[bytes] = []
 
     def damaged(message: bytes) -> bytes:
@@ -212,7 +197,7 @@ def test_a_change_that_cannot_be_read_is_kept_whole_and_its_table_left_out(
     assert (state.state, state.stage) == ("error", "decode")
     assert str(file) in (state.reason or "")
     assert any(str(file) in warning for warning in report.warnings)
-    assert [raw_ids(pipeline, table) for table in _TABLES] == [[1, 2], [1], [1, 2]]
+    assert [raw_ids(pipeline, table) for table in TABLES] == [[1, 2], [1], [1, 2]]
     assert confirmed(pipeline) == pipeline.ledger.frontier()
 
 
@@ -222,7 +207,7 @@ def test_a_message_that_belongs_to_no_table_ends_the_drain_and_is_kept_whole(
     pipeline = make_pipeline()
     three_tables(source, pipeline)
     before = confirmed(pipeline)
-    insert(source, _TABLES, 2)
+    insert(source, TABLES, 2)
     with monkeypatch.context() as patched:
         _damage(patched, lambda message: message[:-1] if message[:1] == b"C" else message)
         with pytest.raises(DecodeError, match="Nothing past it is confirmed") as raised:
@@ -233,7 +218,7 @@ def test_a_message_that_belongs_to_no_table_ends_the_drain_and_is_kept_whole(
     assert confirmed(pipeline) == before
     assert {state.state for state in pipeline.ledger.tables().values()} == {"ready"}
     pipeline.drain()
-    assert all(raw_ids(pipeline, table) == [1, 2] for table in _TABLES)
+    assert all(raw_ids(pipeline, table) == [1, 2] for table in TABLES)
 
 
 def pipeline_folder(pipeline: Pipeline) -> Path:
@@ -310,7 +295,7 @@ def test_an_error_of_a_worker_reaches_the_drain_whole(
             pipeline.drain()
         monkeypatch.delenv("PGWAL_FAILPOINTS")
         pipeline.drain()
-    assert all(raw_ids(pipeline, table) == list(range(1, 40)) for table in _TABLES)
+    assert all(raw_ids(pipeline, table) == list(range(1, 40)) for table in TABLES)
     assert {state.state for state in pipeline.ledger.tables().values()} == {"ready"}
 
 

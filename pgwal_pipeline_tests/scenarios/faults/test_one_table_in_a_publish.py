@@ -1,4 +1,4 @@
-"""A table whose merge, replacement, comparison or tidying up fails by its own fault costs nobody but itself, and mends itself."""
+"""A table whose merge, replacement or comparison fails by its own fault costs nobody but itself, and mends itself."""
 
 from typing import Any
 
@@ -6,47 +6,34 @@ import pytest
 
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.messages.progress import Silent
-from pgwal_pipeline.pipeline import maintenance, status, verify
 from pgwal_pipeline.pipeline import publish as publishes
+from pgwal_pipeline.pipeline import status, verify
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.faults import RUNS_OWN, TABLES_OWN, at_tables, injected
 from pgwal_pipeline_tests.pipelines import Pipeline
+from pgwal_pipeline_tests.scenarios.faults.three_tables import CASES, TABLES, create, insert
 from pgwal_pipeline_tests.support import Source
 
-_TABLES = ["public.a", "public.b", "public.c"]
-_CASES = {
-    "first": (["public.a"], _TABLES),
-    "last": (["public.c"], _TABLES),
-    "only": (["public.b"], ["public.b"]),
-    "all": (_TABLES, _TABLES),
-}
 _STAGES = ("look", "merge", "replace")
 _SHORT = {("merge", "PySparkException", "first"), ("look", "DeltaError", "last"), ("replace", "RuntimeError", "only")}
 _MATRIX = [
     pytest.param(stage, kind, case, marks=() if (stage, kind, case) in _SHORT else pytest.mark.soak)
     for stage in _STAGES
     for kind in TABLES_OWN
-    for case in _CASES
+    for case in CASES
 ]
 _RUNS = [pytest.param(stage, kind, marks=() if stage == "merge" else pytest.mark.soak) for stage in _STAGES for kind in RUNS_OWN]
 
 
-def filled(source: Source, tables: list[str], *ids: int) -> None:
-    for table in tables:
-        for number in ids:
-            source.sql(f"INSERT INTO {table} VALUES (%s, 'x')", number)
-
-
 def three_tables(pipeline: Pipeline) -> None:
-    for table in _TABLES:
-        pipeline.source.sql(f"CREATE TABLE {table} (id int PRIMARY KEY, v text)")
-    filled(pipeline.source, _TABLES, 1)
+    create(pipeline.source)
+    insert(pipeline.source, TABLES, 1)
     pipeline.sync()
 
 
 def worked(pipeline: Pipeline, stage: str, changed: list[str]) -> None:
     """Something for the stage to do: changes, or a reading that a publish has not taken."""
-    filled(pipeline.source, changed, 2)
+    insert(pipeline.source, changed, 2)
     if stage == "replace":
         pipeline.snapshot(*changed)
     pipeline.drain()
@@ -59,11 +46,11 @@ def states(pipeline: Pipeline) -> dict[str, str]:
 @pytest.mark.parametrize(("stage", "kind", "case"), _MATRIX)
 def test_a_tables_fault_costs_that_table_alone(stage: str, kind: str, case: str, source: Source, pipeline: Pipeline) -> None:
     three_tables(pipeline)
-    faulty, changed = _CASES[case]
+    faulty, changed = CASES[case]
     worked(pipeline, stage, changed)
     with injected(at_tables(stage, faulty, kind)):
         report = pipeline.publish()
-    sound = [table for table in _TABLES if table not in faulty]
+    sound = [table for table in TABLES if table not in faulty]
     assert report.lsn == pipeline.ledger.frontier()
     assert sorted(report.errors) == faulty
     pipeline.assert_current(*sound)
@@ -73,11 +60,11 @@ def test_a_tables_fault_costs_that_table_alone(stage: str, kind: str, case: str,
         assert "failpoint" in (state.reason or "")
         assert f"pgwal resnapshot '{table}'" in (state.reason or "")
     # The cause is gone: the next publish takes it in by itself.
-    filled(source, _TABLES, 3)
+    insert(source, TABLES, 3)
     pipeline.drain()
     assert pipeline.publish().errors == {}
     assert set(states(pipeline).values()) == {"ready"}
-    pipeline.assert_current(*_TABLES)
+    pipeline.assert_current(*TABLES)
     assert all(state.reason is None and state.failures == 0 for state in pipeline.ledger.tables().values())
 
 
@@ -85,25 +72,25 @@ def test_a_tables_fault_costs_that_table_alone(stage: str, kind: str, case: str,
 def test_the_runs_fault_changes_no_tables_state(stage: str, kind: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishes, "_PAUSE", 0.01)
     three_tables(pipeline)
-    worked(pipeline, stage, _TABLES)
+    worked(pipeline, stage, TABLES)
     with injected(at_tables(stage, ["public.b"], kind)), pytest.raises(MemoryError if kind == "MemoryError" else LakeError):
         pipeline.publish()
     assert set(states(pipeline).values()) == {"ready"}
     pipeline.publish()
-    pipeline.assert_current(*_TABLES)
+    pipeline.assert_current(*TABLES)
 
 
 def test_what_passes_is_tried_again_at_once(pipeline: Pipeline) -> None:
     three_tables(pipeline)
-    worked(pipeline, "merge", _TABLES)
+    worked(pipeline, "merge", TABLES)
     with injected("table.merge/public.b=raise:TransientLakeError@1"):
         assert pipeline.publish().errors == {}
-    pipeline.assert_current(*_TABLES)
+    pipeline.assert_current(*TABLES)
 
 
 def test_a_table_that_fails_again_and_again_gets_pauses_that_grow(source: Source, pipeline: Pipeline) -> None:
     three_tables(pipeline)
-    worked(pipeline, "merge", _TABLES)
+    worked(pipeline, "merge", TABLES)
     table = TableName("public", "b")
     waits = []
     with injected(at_tables("merge", ["public.b"], "RuntimeError")):
@@ -114,12 +101,12 @@ def test_a_table_that_fails_again_and_again_gets_pauses_that_grow(source: Source
             waits.append((state.failures, status.publish_due(pipeline.ledger)))
     # The second attempt is made at once, the third only after a pause: no run is asked for until then.
     assert waits == [(1, True), (2, False), (2, False)]
-    filled(source, _TABLES, 5)
+    insert(source, TABLES, 5)
     pipeline.drain()
     assert list(pipeline.publish().errors) == ["public.b"]
     pipeline.assert_current("public.a", "public.c")
     pipeline.resnapshot("public.b")
-    pipeline.assert_current(*_TABLES)
+    pipeline.assert_current(*TABLES)
     assert set(states(pipeline).values()) == {"ready"}
 
 
@@ -135,28 +122,14 @@ def test_a_comparison_that_fails_for_one_table(pipeline: Pipeline, spark: Any) -
     assert set(states(pipeline).values()) == {"ready"}
 
 
-def test_maintenance_goes_on_beside_a_table_that_it_fails_for(pipeline: Pipeline, spark: Any) -> None:
-    three_tables(pipeline)
-    for number in range(2, 6):
-        filled(pipeline.source, _TABLES, number)
-        pipeline.drain()
-    pipeline.publish()
-    with injected(at_tables("maintain", ["public.b"], "DeltaError")):
-        report = maintenance.maintain(pipeline.settings, lambda: spark, progress=Silent())
-    assert any("public.b" in warning for warning in report.warnings)
-    assert report.optimized == 3
-    assert set(states(pipeline).values()) == {"ready"}
-    pipeline.assert_current(*_TABLES)
-
-
 def test_a_table_altered_while_it_is_in_error_is_read_again(source: Source, pipeline: Pipeline) -> None:
     """What a look at the catalog finds counts for a table in error as for any other."""
     three_tables(pipeline)
-    worked(pipeline, "merge", _TABLES)
+    worked(pipeline, "merge", TABLES)
     with injected(at_tables("merge", ["public.b"], "RuntimeError")):
         pipeline.publish()
     source.sql("ALTER TABLE b ADD COLUMN w int DEFAULT 7")
     pipeline.drain()
     assert pipeline.ledger.tables()[TableName("public", "b")].state == "pending"
     pipeline.sync()
-    pipeline.assert_current(*_TABLES)
+    pipeline.assert_current(*TABLES)

@@ -111,6 +111,13 @@ def test_a_role_that_owns_the_tables_and_may_create_makes_its_own_publication(
         )
 
 
+def with_rights(source: Source, dsn: str, folder: Path) -> Pipeline:
+    """A pipeline of the role that `dsn` names, on a server of the matrix."""
+    names = {"slot": "rights_slot", "publication": "rights_pub"}
+    settings = Settings.from_environment({}, source_dsn=dsn, lake=str(folder / "lake"), busy_timeout=20, blocked_timeout=20, **names)
+    return Pipeline(source, settings, lambda: None)
+
+
 def refused(work: Callable[[], object]) -> str:
     with pytest.raises(PgwalError) as caught:
         work()
@@ -124,15 +131,8 @@ def test_each_missing_right_is_named_with_the_sql_that_gives_it(source_matrix: S
     """From nothing to enough, by running just what `doctor` or the error says, one right after the other."""
     source = source_matrix
     source.sql("CREATE SCHEMA app; CREATE TABLE app.orders (id int PRIMARY KEY, note text); INSERT INTO app.orders VALUES (1, 'a')")
-    settings = {
-        "lake": str(tmp_path / "lake"),
-        "slot": "rights_slot",
-        "publication": "rights_pub",
-        "busy_timeout": 20,
-        "blocked_timeout": 20,
-    }
     with role(source, "rights_role", "") as dsn:
-        pipeline = Pipeline(source, Settings.from_environment({}, source_dsn=dsn, **settings), lambda: None)
+        pipeline = with_rights(source, dsn, tmp_path)
         steps = [
             ("source", "ALTER ROLE rights_role LOGIN", "may not log in"),
             ("source", f"GRANT CONNECT ON DATABASE {source.database} TO rights_role", "may not connect"),
@@ -171,15 +171,8 @@ def test_each_missing_right_is_named_with_the_sql_that_gives_it(source_matrix: S
 def test_a_right_that_is_missing_when_it_is_needed_is_one_sentence(source_matrix: Source, tmp_path: Path) -> None:
     source = source_matrix
     source.sql("CREATE TABLE item (id int PRIMARY KEY); INSERT INTO item VALUES (1)")
-    settings = {
-        "lake": str(tmp_path / "lake"),
-        "slot": "rights_slot",
-        "publication": "rights_pub",
-        "busy_timeout": 20,
-        "blocked_timeout": 20,
-    }
     with role(source, "rights_role", "LOGIN") as dsn:
-        pipeline = Pipeline(source, Settings.from_environment({}, source_dsn=dsn, **settings), lambda: None)
+        pipeline = with_rights(source, dsn, tmp_path)
         source.sql(f'GRANT CONNECT ON DATABASE "{source.database}" TO rights_role; GRANT USAGE ON SCHEMA public TO rights_role')
         source.sql("GRANT SELECT ON item TO rights_role")
         sentence = refused(pipeline.drain)

@@ -17,7 +17,7 @@ from pgwal_pipeline_tests.support import Source, fresh_source
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standbys, "_LOOK", 0.5)
+    monkeypatch.setattr(standbys, "_CHECK_EVERY", 0.5)
     monkeypatch.setattr(standbys, "_HELD", 2.0)
 
 
@@ -75,7 +75,7 @@ def test_a_catch_up_whose_slot_is_not_moved_for_a_standby_that_is_away(
         assert len(report.windows) == 2
         (warning, ending) = report.warnings
         assert "slot" in warning
-        assert "synchronized_standby_slots (standby_1) have confirmed the WAL to there, which they do not; waiting for 2 s." in warning
+        assert "synchronized_standby_slots (standby_1) have not confirmed the WAL up to there; waiting for 2 s." in warning
         assert "bring them back, or take them out of synchronized_standby_slots" in ending
         assert passed.count("catch_up.all_read") == 1
         assert "drain.read" not in passed

@@ -12,10 +12,9 @@ from pgwal_pipeline.messages.errors import LakeError, PgwalError, SlotLost
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
-from pgwal_pipeline.pipeline.doctor import examine
 from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline, lead_to
 from pgwal_pipeline_tests.postgres.standby import caught_up, promoted, standby_of
-from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
+from pgwal_pipeline_tests.support import Source, fresh_source
 
 SLOT = "SELECT {} FROM pg_replication_slots WHERE slot_name = %s"
 
@@ -89,25 +88,6 @@ def test_a_slot_of_another_plugin_or_database_is_named(source: Source, make_pipe
     refused(pipeline, PgwalError, "test_decoding")
 
 
-def test_the_doctor_finds_what_would_stop_a_run(source: Source, make_pipeline: MakePipeline) -> None:
-    source.sql("CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1)")
-    pipeline = make_pipeline()
-
-    def wrong(**environment: str) -> dict[str, str]:
-        return {check.name: check.found for check in examine(pipeline.environment(**environment)) if not check.ok}
-
-    assert wrong() == {}
-    pipeline.drain()
-    assert wrong() == {}
-    assert list(wrong(PGWAL_LAKE=f"{pipeline.settings.lake}_new")) == ["agreement"]
-    assert list(wrong(PGWAL_SPARK_REMOTE="sc://127.0.0.1:1")) == ["spark"]
-    source.drop_slot(pipeline.settings.slot)
-    assert "is gone from the source" in wrong()["agreement"]
-    assert wrong(PGWAL_ON_SLOT_LOSS="resnapshot") == {}
-    drains.renew(pipeline.settings, progress=Silent())
-    assert wrong() == {}
-
-
 @pytest.mark.parametrize(
     ("why", "policy"), [("size", "stop"), ("size", "resnapshot"), pytest.param("idle", "stop", marks=pytest.mark.soak)]
 )
@@ -123,14 +103,7 @@ def test_a_slot_that_the_server_gave_up(
         source.sql("CREATE TABLE u (id int PRIMARY KEY); INSERT INTO u SELECT generate_series(1, 10)")
         ready(source, pipeline)
         before = pipeline.ledger.tables()
-
-        def lost() -> bool:
-            source.sql("INSERT INTO t SELECT max(id) + 1 FROM t; DELETE FROM u WHERE id = 3")
-            source.sql("SELECT pg_switch_wal()")
-            source.sql("CHECKPOINT")
-            return source.value(SLOT.format("wal_status"), pipeline.settings.slot) == "lost"
-
-        wait_for(lost, seconds=60, what="the slot to be lost")
+        source.lose_slot(pipeline.settings.slot, "INSERT INTO t SELECT max(id) + 1 FROM t", "DELETE FROM u WHERE id = 3")
         if policy == "stop":
             refused(pipeline, SlotLost, "max_slot_wal_keep_size" if why == "size" else "idle_replication_slot_timeout")
             refused(pipeline, SlotLost, "Run `pgwal resnapshot --all`")
@@ -265,5 +238,5 @@ def test_a_standby_promoted_before_it_had_everything(
                 standby.sql("UPDATE t SET v = %s WHERE id = 40", number)
             standby.sql("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", pipeline.settings.slot)
             after = lead_to(make_pipeline, pipeline, standby, spark)
-            refused(after, SlotLost, "some of them it never had")
+            refused(after, SlotLost, "some of which the source never had")
             renewed(standby, after)

@@ -2,19 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 
-from pgwal_pipeline.lake.ledger import Chunk, TableState
-from pgwal_pipeline.lake.stream_facts import Refusal, StreamFacts
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
-from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.oracle import assert_equal
-from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline
+from pgwal_pipeline_tests.pipelines import MakePipeline, Pipeline, killed
 from pgwal_pipeline_tests.scenarios.tables.altering import converge, run
 from pgwal_pipeline_tests.support import Source
 
@@ -140,25 +136,6 @@ def test_what_is_undone_or_hidden(cases: Mapping[str, Case], source: Source, mak
     assert read_again(pipeline) == {}
 
 
-def test_what_windows_told_together_is_written_down() -> None:
-    some = frozenset
-    first, second = Refusal(3, "write", "It could not be written.", 10), Refusal(3, "decode", "It could not be decoded.", 20)
-    parts = [
-        StreamFacts({}, {1: some({7})}, some({1}), {5: some({51})}, some({9}), {"public.t": first}),
-        StreamFacts({}, {1: some({8}), 2: some({9})}, some({2}), {5: some({52}), 6: some({61})}, some(), {"public.t": second}),
-    ]
-    merged = StreamFacts.merged(StreamFacts.from_json(part.to_json()) for part in parts)
-    assert merged == StreamFacts(
-        {}, {1: some({7, 8}), 2: some({9})}, some({1, 2}), {5: some({51, 52}), 6: some({61})}, some({9}), {"public.t": first}
-    )
-
-
-def test_what_the_first_version_wrote_down_is_read() -> None:
-    text = '{"relations": [], "truncated": {"1": [7]}, "refused": {"public.t": [3, "It could not be written."]}}'
-    refusal = Refusal(3, "write", "It could not be written.", 0)
-    assert StreamFacts.from_json(text) == StreamFacts(truncated={1: frozenset({7})}, refused={"public.t": refusal})
-
-
 def test_a_table_that_was_in_another_schema_for_a_while(source: Source, make_pipeline: MakePipeline) -> None:
     """A publication of all tables of a schema has nothing of what was done to it there."""
     source.sql("CREATE SCHEMA s; CREATE SCHEMA elsewhere; CREATE TABLE s.t (id int PRIMARY KEY); INSERT INTO s.t VALUES (1), (2)")
@@ -207,46 +184,15 @@ def test_rows_that_come_into_a_row_filter_without_all_of_their_values(source: So
     assert_equal(source, "public.expected", pointer.path, pointer.version)
 
 
-def test_texts_of_columns_that_were_dropped(source: Source, pipeline: Pipeline) -> None:
-    """A row that is the same but for the text of a column that is gone is the same row."""
-    columns = {"bag": "v int, d date, e date", "keyed": "v int PRIMARY KEY, d date, e date"}
-    for table, declared in columns.items():
-        source.sql(f"CREATE TABLE {table} ({declared}); ALTER TABLE {table} REPLICA IDENTITY FULL")
-        source.sql(f"INSERT INTO {table} VALUES (1, 'infinity', '-infinity'), (2, 'infinity', 'infinity'), (3, NULL, NULL)")
-    pipeline.sync()
-    for table in columns:
-        source.sql(f"ALTER TABLE {table} DROP d")
-        source.sql(f"DELETE FROM {table} WHERE v = 1; INSERT INTO {table} VALUES (4, 'infinity')")
-    pipeline.sync()
-    assert {state.state for state in pipeline.ledger.tables().values()} == {"ready"}
-    compared = verify(pipeline.settings, pipeline.spark, progress=Silent())
-    assert {str(table): (found.rows, found.equal) for table, found in compared.tables.items()} == {
-        "public.bag": (3, True),
-        "public.keyed": (3, True),
-    }
-
-
-def test_a_table_altered_while_single_rows_of_it_are_read_again(source: Source, make_pipeline: MakePipeline) -> None:
-    """It has no snapshot in force then, and would wait for one that nobody reads."""
-    source.sql("CREATE TABLE t (id int PRIMARY KEY, a int); INSERT INTO t SELECT i, i FROM generate_series(1, 5) i")
+def test_a_table_that_goes_while_it_is_read_asks_for_no_snapshot(source: Source, make_pipeline: MakePipeline) -> None:
     pipeline = make_pipeline()
-    table = TableName("public", "t")
+    source.sql("CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1); CREATE TABLE other (id int PRIMARY KEY)")
     drains.bootstrap(pipeline.settings, progress=Silent())
+    killed(pipeline, "from pgwal_pipeline.pipeline.snapshot import snapshot\nsnapshot(settings, progress=progress)", "snapshot.after_table")
+    state = pipeline.ledger.tables()[TableName("public", "t")]
+    pipeline.ledger.record_tables([replace(state, reading="begun", generation=None)])
+    source.sql("DROP TABLE t")
+    drains.bootstrap(pipeline.settings, progress=Silent())
+    assert pipeline.ledger.tables()[TableName("public", "t")].state == "gone"
     pipeline.snapshot()
-
-    def single_rows(known: Any) -> list[TableState]:
-        state = known[table]
-        return [replace(state, generation=None, reading=state.generation, published=state.generation, reason="1 rows are read again")]
-
-    reading = pipeline.ledger.tables()[table].generation
-    assert reading is not None
-    pipeline.ledger.record_chunks([Chunk(table=table, generation=reading, chunk=1, lower=("3",), upper=("3",))])
-    pipeline.ledger.amend_tables(single_rows)
-    source.sql("ALTER TABLE t DROP a")
-    state = pipeline.ledger.tables()[table]
-    snapshots._note(pipeline.ledger, state, snapshots.copy.TableChanged(str(table), "it was altered while it was read"))
-    assert snapshots.needed(pipeline.settings) == (table,)
-    pipeline.snapshot()
-    assert pipeline.ledger.tables()[table].state == "ready"
-    snapshots._note(pipeline.ledger, pipeline.ledger.tables()[table], snapshots.copy.TableChanged(str(table), "it was altered"))
-    assert snapshots.needed(pipeline.settings) == (), "its snapshot in force goes on"
+    assert snapshots.needed(pipeline.settings) == ()

@@ -1,4 +1,4 @@
-"""A snapshot on its way: chunks side by side, the slot looked after meanwhile, and the WAL flushed to where the table may be published."""
+"""A snapshot on its way: chunks side by side, and the WAL flushed to where the table may be published."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -6,33 +6,17 @@ from typing import Any
 
 import pytest
 
-from pgwal_pipeline import failpoints
 from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.lake.snapshots import SnapshotWriter
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
-from pgwal_pipeline.pipeline import slot_watch
-from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline.values.relation import TableName
+from pgwal_pipeline_tests.faults import READ, at_the_first
 from pgwal_pipeline_tests.pipelines import MakePipeline
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
 
-READ = "snapshot.between_read_and_write"
-WRITTEN = "snapshot.before_chunk_record"
 TABLE = TableName("public", "t")
-
-
-def at_the_first(monkeypatch: pytest.MonkeyPatch, point: str, act: Callable[[], object]) -> None:
-    """Call `act` when a snapshot first passes the failpoint."""
-    passed: list[str] = []
-
-    def hit(name: str) -> None:
-        if name == point and not passed:
-            passed.append(name)
-            act()
-
-    monkeypatch.setattr(failpoints, "hit", hit)
 
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.soak), 2])
@@ -70,26 +54,6 @@ def test_as_many_chunks_of_a_table_are_read_at_once_as_there_are_workers(
     assert (state.state, state.generation is not None) == ("ready", True), state.reason
     assert len(pipeline.ledger.chunks(TABLE, state.generation or "")) == 4
     assert most == workers
-
-
-def test_a_slot_that_fills_up_while_a_table_is_read_is_warned_of(
-    make_server: Callable[..., Postgres], make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Past half of what the server lets it keep, once a minute, with what to do; not before."""
-    monkeypatch.setattr(slot_watch, "_LOOK_EVERY", 0.0)
-    with fresh_source(make_server(max_slot_wal_keep_size="64MB", wal_keep_size="0")) as source:
-        source.sql("CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t SELECT generate_series(1, 1000); ANALYZE t")
-        pipeline = make_pipeline(source_dsn=source.dsn, snapshot_chunk_rows=100, snapshot_workers=1)
-        pipeline.source = source
-        drains.bootstrap(pipeline.settings, progress=Silent())
-        assert snapshots.snapshot(pipeline.settings, progress=Silent()).warnings == ()
-        # Of at most 80 MB: a slot may keep the segment that it is in, too.
-        write = "SELECT count(pg_logical_emit_message(false, 'noise', repeat('x', 1048576))) FROM generate_series(1, 48)"
-        at_the_first(monkeypatch, WRITTEN, lambda: source.sql(write))
-        (warning,) = snapshots.snapshot(pipeline.settings, [TABLE], progress=Silent()).warnings
-        assert warning.startswith(f"Slot {pipeline.settings.slot} keeps ")
-        assert "% of the WAL that the source allows it, and is lost in " in warning
-        assert warning.endswith("at the present rate: drain it (`pgwal drain`), or raise max_slot_wal_keep_size.")
 
 
 def test_a_table_read_on_an_idle_server_is_in_the_publish_right_after(

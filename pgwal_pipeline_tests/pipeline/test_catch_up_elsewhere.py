@@ -15,8 +15,12 @@ from pgwal_pipeline.pipeline import catch_up
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline import window_commit as counting
+from pgwal_pipeline.postgres import copies
+from pgwal_pipeline.postgres.copies import Room
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.commands import Commands
+from pgwal_pipeline_tests.pipeline.catching_up import DRAIN as FOUR_CORES_DRAIN
+from pgwal_pipeline_tests.pipeline.catching_up import assert_settled, fill, slots
 from pgwal_pipeline_tests.pipelines import DRAIN, MakePipeline, ids_in_raw, killed
 from pgwal_pipeline_tests.postgres.standby import caught_up, standby_of
 from pgwal_pipeline_tests.support import Source, fresh_source, wait_for
@@ -33,14 +37,7 @@ def test_a_slot_lost_while_a_backlog_was_being_caught_up(make_server: Callable[.
         source.sql("INSERT INTO t SELECT i, repeat(md5(i::text), 20) FROM generate_series(1, 3000) i")
         killed(pipeline, DRAIN, "catch_up.all_read", PGWAL_CATCHUP_THRESHOLD="1MB", PGWAL_CATCHUP_SLOTS="1")
         assert pipeline.ledger.plan() is not None
-
-        def lost() -> bool:
-            source.sql("INSERT INTO t SELECT max(id) + 1 FROM t")
-            source.sql("SELECT pg_switch_wal()")
-            source.sql("CHECKPOINT")
-            return source.value("SELECT wal_status FROM pg_replication_slots WHERE slot_name = %s", pipeline.settings.slot) == "lost"
-
-        wait_for(lost, what="the slot to be lost")
+        source.lose_slot(pipeline.settings.slot, "INSERT INTO t SELECT max(id) + 1 FROM t")
         with pytest.raises(SlotLost):
             pipeline.drain()
         drains.renew(pipeline.settings, progress=Silent())
@@ -70,6 +67,50 @@ def test_tables_altered_between_a_killed_catch_up_and_the_next_drain(source: Sou
     states = {state.table.name: state.state for state in pipeline.ledger.tables().values()}
     assert states == {"t": "ready", "leaves": "gone", "joins": "pending"}
     assert pl.read_delta(pipeline.lake.raw(TableName("public", "leaves"))).height == 1
+
+
+@pytest.mark.parametrize("behind", [1, 30], ids=["a little behind it", "a backlog behind it"])
+def test_a_catch_up_that_died_is_given_up_for_one_stream_and_what_came_since_follows(
+    behind: int, make_server: Callable[..., Postgres], make_pipeline: MakePipeline, spark: Any, four_cores: None
+) -> None:
+    """Its plan was written down and its worker was at work; now others have all slots. What is behind its end has a stretch of its own."""
+    with fresh_source(make_server(max_replication_slots=3)) as source:
+        source.sql("CREATE TABLE t (id int PRIMARY KEY, v text); CREATE TABLE u (id int PRIMARY KEY, big text)")
+        source.sql("ALTER TABLE u ALTER big SET STORAGE EXTERNAL; INSERT INTO u SELECT i, repeat('u', 3000) FROM generate_series(1, 9) i")
+        pipeline = make_pipeline(source_dsn=source.dsn, catchup_threshold="512kB", catchup_slots=1)
+        pipeline.source, pipeline.spark = source, lambda: spark
+        pipeline.sync()
+        fill(source, 15)
+        source.sql("UPDATE u SET id = id + 10 WHERE id < 4; ALTER TABLE t ADD w int; UPDATE t SET w = id WHERE id % 7 = 0")
+        fill(source, 15, first=20)
+        limits = {"PGWAL_CATCHUP_THRESHOLD": "512kB", "PGWAL_CATCHUP_SLOTS": "1"}
+        points = "catch_up.ready=kill;catch_up.copied=sleep:60"
+        died = pipeline.child(FOUR_CORES_DRAIN, environment={"PGWAL_FAILPOINTS": points, **limits})
+        assert died.returncode == -9, died.stderr
+        plan = pipeline.ledger.plan()
+        assert plan is not None
+        assert len(plan.ends) == 2
+        assert pipeline.ledger.reads(plan) == {}
+        wait_for(lambda: slots(source, pipeline.settings.slot) == {pipeline.settings.slot}, what="the copy to be gone")
+        source.sql("UPDATE u SET id = id + 100 WHERE id > 8; ALTER TABLE t ADD x int")
+        fill(source, behind, first=40)
+        source.sql("UPDATE t SET x = 1 WHERE id % 50 = 0; DELETE FROM t WHERE id % 40 = 3; UPDATE u SET id = 500 WHERE id = 5")
+        for name in ("other", "last"):
+            source.sql("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", name)
+        with pytest.MonkeyPatch.context() as patch:
+            # As when others take the last ones between the look and the copy.
+            patch.setattr(copies, "room", lambda _: Room(9, 9))
+            report = pipeline.drain()
+        refusals = [warning for warning in report.warnings if "drained by one reader alone, since the slot cannot be copied" in warning]
+        assert len(refusals) == (1 if behind == 1 else 2), report.warnings
+        assert [window.start_lsn for window in report.windows] == [plan.start_lsn, plan.ends[-1]]
+        assert report.windows[-1].end_lsn == pipeline.ledger.frontier()
+        assert_settled(pipeline)
+        for name in ("other", "last"):
+            source.drop_slot(name)
+        assert {(state.state, state.reason) for state in pipeline.ledger.tables().values()} == {("ready", None)}, "nothing is read again"
+        pipeline.publish()
+        pipeline.assert_current("public.t", "public.u")
 
 
 def test_a_standby_is_caught_up_from_as_its_primary_is(
