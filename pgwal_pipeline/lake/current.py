@@ -1,7 +1,7 @@
 """Write `current`: each table as of a publish. Events are merged into it, or it is replaced by a snapshot and the events on top of it.
 
 Every commit carries the LSN that it brings the table to (Delta's `txnAppId` and `txnVersion`), so the same work done again changes nothing.
-All work is DataFrames and SQL: it runs on a Spark Connect server too, and rows stay on the executors.
+All work is DataFrames and SQL: it runs on a Spark Connect server too. Rows stay on the executors, but for small tables (`rewrite`).
 """
 
 import json
@@ -262,9 +262,7 @@ def _rewrite(session: "SparkSession", request: MergeRequest, changes: Files, sma
     return MergeResult(_reached(request), changed)
 
 
-def _folded(
-    steps: "DataFrame", target: "DataFrame", shape: Shape, traits: Traits
-) -> "tuple[DataFrame, Callable[[], DataFrame | None]]":
+def _folded(steps: "DataFrame", target: "DataFrame", shape: Shape, traits: Traits) -> "tuple[DataFrame, Callable[[], DataFrame | None]]":
     """The changes of a keyed table, which fail when they are read if one lacks a value, and a function that returns those that do."""
     if traits.key_changes and traits.unchanged:
         steps = fold.with_left_behind(steps, target, shape)

@@ -5,6 +5,7 @@ fold, the check of values that were not sent and the rows that come out are thos
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError
+from deltalake.transaction import AddAction
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake import statements
-from pgwal_pipeline.lake.columns import quote
 from pgwal_pipeline.lake.delta import commit, lake_errors
 from pgwal_pipeline.lake.files import Files, no_rows
 from pgwal_pipeline.lake.fold import GONE, Shape
@@ -54,7 +55,10 @@ _PROPERTIES = frozenset(
     }
 )
 _FEATURES = frozenset({"deletionVectors", "invariants", "appendOnly", "timestampNtz"})
+_WRITERS = frozenset({1, 2, 7})
+"""The writer versions whose features are named by the protocol, or are among `_FEATURES`."""
 _FATE = "_pgwal_fate"
+_CHECKPOINT_COMMITS = 10
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ def small(path: str, from_lsn: int, changes: Files) -> Small | None:
     with lake_errors(path):
         about, protocol = table.metadata(), table.protocol()
         features = {*(protocol.writer_features or ()), *(protocol.reader_features or ())}
+        if protocol.min_writer_version not in _WRITERS:
+            return None
         if about.partition_columns or not _PROPERTIES.issuperset(about.configuration) or not _FEATURES.issuperset(features):
             return None
         files = pa.table(table.get_add_actions(flatten=True)).to_pylist()
@@ -126,24 +132,36 @@ def write(found: Small, rows: "DataFrame", to_lsn: int) -> int:
     fates = pc.value_counts(computed[_FATE]).to_pylist()
     stay = computed.filter(pc.field(_FATE) != "gone").select(schema.names).cast(schema)
     failpoints.hit("publish.in_merge")
-    root = found.path.rsplit("/", 3 if "://" in found.path else 1)[0]
+    root, folder = found.path.rsplit("/", 1)
     lake = Lake(root)
-    folder = lake.relative(found.path)
     with lake_errors(found.path):
-        file = ParquetFile(lake, f"{folder}/{new_file_name()}", schema, (COMMIT_LSN,)) if stay.num_rows else None
+        written = [_written(lake, folder, stay)] if stay.num_rows else []
         try:
-            written = []
-            if file is not None:
-                file.write(stay)
-                written = [add_action(file.close(folder), {})]
             commit(lake, found.path, found.table, written, marker=Transaction(FENCE, to_lsn), replace=True)
-        except BaseException as error:
-            if file is not None and isinstance(error, CommitFailedError):
-                discard_file(lake, file.path)
-            if isinstance(error, CommitFailedError):
-                lost = LakeError(f"{found.path}: another writer changed this table at the same time; nothing was changed here, try again.")
-                lost.transient = True
-                raise lost from error
-            raise
+        except CommitFailedError as error:
+            for action in written:
+                discard_file(lake, f"{folder}/{action.path}")
+            lost = LakeError(f"{found.path}: another writer changed this table at the same time; nothing was changed here, try again.")
+            lost.transient = True
+            raise lost from error
+    _checkpoint(found)
     failpoints.hit("publish.in_merge")
     return sum(fate["counts"] for fate in fates if fate["values"] != "kept")
+
+
+def _written(lake: Lake, folder: str, rows: pa.Table) -> AddAction:
+    """Write `rows` to a new file in `folder` and return the action that adds it."""
+    file = ParquetFile(lake, f"{folder}/{new_file_name()}", rows.schema, (COMMIT_LSN,))
+    try:
+        file.write(rows)
+        return add_action(file.close(folder), {})
+    except BaseException:
+        file.discard()
+        raise
+
+
+def _checkpoint(found: Small) -> None:
+    """Write a checkpoint of the log as often as Spark does; delta-rs does so every hundredth commit. The commit counts without one."""
+    if found.table.version() % _CHECKPOINT_COMMITS == 0:
+        with suppress(LakeError), lake_errors(found.path):
+            found.table.create_checkpoint()
