@@ -66,7 +66,7 @@ def set_properties(path: str, properties: Mapping[str, str]) -> str:
 
 
 def merged_row(target: StructType, changes: StructType, shape: Shape) -> list[str]:
-    """Return the columns of the target after `merge_changes`, over an outer join of `t` and `s` where `t.HERE` and `s.HERE` tell the sides."""
+    """Return the columns of the target after `merge_changes`, over an outer join of `t` and `s` that both have `HERE`."""
     inserted = _inserted(target, changes, shape)
     return [
         f"CASE WHEN s.{HERE} IS NULL THEN {quote(name, 't')} WHEN t.{HERE} IS NULL THEN {inserted.get(name, 'NULL')} "
