@@ -5,12 +5,15 @@ fold, the check of values that were not sent and the rows that come out are thos
 """
 
 import json
+import math
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from deltalake import DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
@@ -22,7 +25,7 @@ from pgwal_pipeline.lake import statements
 from pgwal_pipeline.lake.delta import commit, lake_errors
 from pgwal_pipeline.lake.files import Files, no_rows
 from pgwal_pipeline.lake.fold import GONE, Shape
-from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, new_file_name, plain_schema
 from pgwal_pipeline.lake.standing import FENCE, open_current
 from pgwal_pipeline.lake.standing import GENERATION as GENERATION_PROPERTY
@@ -45,6 +48,8 @@ CONF = {
 _ROWS = 10_000
 _BYTES = 4 << 20
 _FILES = 16
+_PLAIN_BYTES = 64 << 20
+"""The rows pass through the memory of Spark's driver and of this process, and a few compressed bytes may be very long text."""
 _PROPERTIES = frozenset(
     {
         GENERATION_PROPERTY,
@@ -101,7 +106,23 @@ def small(path: str, from_lsn: int, changes: Files) -> Small | None:
             return None
         if any("/" in file["path"] for file in files) or _has_deletion_vectors(table):
             return None
-        return Small(path, table, StructType.fromJson(json.loads(table.schema().to_json())), tuple(file["path"] for file in files))
+        paths = [file["path"] for file in files]
+        if _plain_bytes(path, paths) + _plain_bytes(changes.table, changes.paths) > _PLAIN_BYTES:
+            return None
+        return Small(path, table, StructType.fromJson(json.loads(table.schema().to_json())), tuple(paths))
+
+
+def _plain_bytes(table: str, paths: Iterable[str]) -> float:
+    """The size of the files at `paths` without compression; infinite if one cannot be read, which is for the MERGE to report."""
+    root, folder = table.rsplit("/", 1)
+    store, total = filesystem(root), 0
+    try:
+        for path in paths:
+            about = pq.read_metadata(f"{folder}/{path}", filesystem=store)
+            total += sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+    except (OSError, pa.ArrowException):
+        return math.inf
+    return total
 
 
 def _has_deletion_vectors(table: DeltaTable) -> bool:
@@ -129,7 +150,7 @@ def write(found: Small, rows: "DataFrame", to_lsn: int) -> int:
     """
     schema = plain_schema(pa.schema(found.table.schema().to_arrow()))
     computed = rows.toArrow()
-    fates = pc.value_counts(computed[_FATE]).to_pylist()
+    fates = computed[_FATE].value_counts().to_pylist()
     stay = computed.filter(pc.field(_FATE) != "gone").select(schema.names).cast(schema)
     failpoints.hit("publish.in_merge")
     root, folder = found.path.rsplit("/", 1)

@@ -101,7 +101,7 @@ def test_another_writer_in_between_is_found(spark: "SparkSession", table: Path) 
 
 def test_only_small_tables_without_what_spark_alone_handles(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _small(table) is not None
-    for limit in ("_ROWS", "_BYTES", "_FILES"):
+    for limit in ("_ROWS", "_BYTES", "_FILES", "_PLAIN_BYTES"):
         with monkeypatch.context() as limited:
             limited.setattr(rewrite, limit, 0)
             assert _small(table) is None
@@ -113,3 +113,25 @@ def test_deletion_vectors_in_use_are_left_to_spark(spark: "SparkSession", table:
     spark.sql(f"DELETE FROM delta.`{table / 'current'}` WHERE id = 3").collect()
     assert current.row_count(str(table / "current")) == 29
     assert _small(table) is None
+
+
+def test_spark_reads_the_log_by_its_checkpoint_afterwards(spark: "SparkSession", table: Path) -> None:
+    path = str(table / "current")
+    for number in range(10):
+        small = _opened(path)
+        rewrite.write(small, small.read(spark).selectExpr("*", "'kept' AS _pgwal_fate"), 2000 + number)
+    assert (table / "current" / "_delta_log" / f"{10:020}.checkpoint.parquet").exists()
+    aged = shutil.copytree(path, table / "aged")  # at another place, for Spark remembers logs
+    for number in range(10):
+        (aged / "_delta_log" / f"{number:020}.json").unlink()
+    assert spark.read.format("delta").load(str(aged)).count() == 30
+    spark.sql(f"DELETE FROM delta.`{aged}` WHERE id = 3").collect()
+    assert (current.row_count(str(aged)), watermark(str(aged))) == (29, 2009)
+
+
+def _opened(path: str) -> rewrite.Small:
+    found = files.changes(str(Path(path).parent / "raw"), 1000, 2000)
+    assert found is not None
+    small = rewrite.small(path, watermark(path) or 0, found)
+    assert small is not None
+    return small
