@@ -1,7 +1,7 @@
 """Write `current`: each table as of a publish. Events are merged into it, or it is replaced by a snapshot and the events on top of it.
 
 Every commit carries the LSN that it brings the table to (Delta's `txnAppId` and `txnVersion`), so the same work done again changes nothing.
-All work is DataFrames and SQL: it runs on a Spark Connect server too, and rows stay on the executors.
+All work is DataFrames and SQL: it runs on a Spark Connect server too. Rows stay on the executors, but for small tables (`rewrite`).
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.types import IntegerType, LongType, ShortType, StructType
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.lake import bag, base, files, fold, statements
+from pgwal_pipeline.lake import bag, base, files, fold, rewrite, statements
 from pgwal_pipeline.lake.columns import null_of, quote, same_types
 from pgwal_pipeline.lake.files import Files
 from pgwal_pipeline.lake.fold import ANYTHING, ChunkSnapshot, Shape, Traits, Unresolved
@@ -157,6 +157,10 @@ def merge(spark: "SparkSession", request: MergeRequest) -> MergeResult:
     files.require(request.table, request.rows, {request.raw_path: changes})
     if changes is None:
         raise LakeError(f"{request.table}: its raw table at {request.raw_path} is gone; restore it from a copy of the lake.")
+    small = _small(request, changes)
+    if small is not None:
+        with isolated(spark, rewrite.CONF | conf_for(0)) as session:
+            return _rewrite(session, request, changes, small)
     with isolated(spark, _MERGE_CONF | conf_for(request.rows + written_rows(request.current_path))) as session:
         return _merge(session, request, changes)
 
@@ -232,6 +236,45 @@ def _merge(session: "SparkSession", request: MergeRequest, changes: Files) -> Me
     return _merge_changes(session, request, shape, steps, target)
 
 
+def _small(request: MergeRequest, changes: Files) -> rewrite.Small | None:
+    """The table if it is to be written anew: it is small, and there is no more to do than to apply changes to its rows."""
+    if not request.key or request.traits.truncated or request.traits.inserts_only:
+        return None
+    found = rewrite.small(request.current_path, request.from_lsn, changes)
+    if found is None:
+        return None
+    types = changes.schema if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
+    shape = _known_columns(request.shape, types, found.schema)
+    return found if set(shape.columns) <= set(found.schema.names) else None
+
+
+def _rewrite(session: "SparkSession", request: MergeRequest, changes: Files, small: rewrite.Small) -> MergeResult:
+    types = changes.schema if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
+    shape = _known_columns(request.shape, types, small.schema)
+    _check_types(shape, types, small.schema)
+    with failures(str(request.table)):
+        target = small.read(session)
+        rows = fold.between(changes.read(session).coalesce(1), request.from_lsn, request.to_lsn)
+        steps = fold.steps(rows, shape, small.schema)
+        source, lacking = _folded(steps, target, shape, request.traits)
+    with table_failures(shape, lacking):
+        changed = rewrite.write(small, rewrite.rows_after(target, small.schema, source, shape), request.to_lsn)
+    return MergeResult(_reached(request), changed)
+
+
+def _folded(steps: "DataFrame", target: "DataFrame", shape: Shape, traits: Traits) -> "tuple[DataFrame, Callable[[], DataFrame | None]]":
+    """The changes of a keyed table, which fail when they are read if one lacks a value, and a function that returns those that do."""
+    if traits.key_changes and traits.unchanged:
+        steps = fold.with_left_behind(steps, target, shape)
+    changes = fold.net(steps, shape, traits)
+
+    def lacking() -> "DataFrame":
+        kept = changes.where(f"NOT {fold.GONE} AND {fold.KEPT} IS NOT NULL")
+        return changes.where(f"{fold.LOST} IS NOT NULL").unionByName(fold.matching(kept, target, shape.key, "left_anti"))
+
+    return fold.checked(changes, shape), lacking
+
+
 def _merge_changes(session: "SparkSession", request: MergeRequest, shape: Shape, steps: "DataFrame", target: "DataFrame") -> MergeResult:
     traits = request.traits
     span = _span(steps, request.current_path, shape)
@@ -239,16 +282,8 @@ def _merge_changes(session: "SparkSession", request: MergeRequest, shape: Shape,
         changes = steps.selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT)
         statement = statements.insert_changes(request.current_path, target.schema, changes.schema, _VIEW, shape, span)
         return _run(session, request, shape, changes, statement, lambda: None)
-    if traits.key_changes and traits.unchanged:
-        steps = fold.with_left_behind(steps, target, shape)
-    changes = fold.net(steps, shape, traits)
-    source = fold.checked(changes, shape)
+    source, lacking = _folded(steps, target, shape, traits)
     statement = statements.merge_changes(request.current_path, target.schema, source.schema, _VIEW, shape, span)
-
-    def lacking() -> "DataFrame":
-        kept = changes.where(f"NOT {fold.GONE} AND {fold.KEPT} IS NOT NULL")
-        return changes.where(f"{fold.LOST} IS NOT NULL").unionByName(fold.matching(kept, target, shape.key, "left_anti"))
-
     return _run(session, request, shape, source, statement, lacking)
 
 
