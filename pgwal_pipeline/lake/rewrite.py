@@ -30,6 +30,7 @@ from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, n
 from pgwal_pipeline.lake.standing import FENCE, open_current
 from pgwal_pipeline.lake.standing import GENERATION as GENERATION_PROPERTY
 from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.spark.internals import to_arrow
 from pgwal_pipeline.values.own_columns import COMMIT_LSN
 
 if TYPE_CHECKING:
@@ -129,12 +130,11 @@ def _has_deletion_vectors(table: DeltaTable) -> bool:
     return pa.table(table.deletion_vectors()).num_rows > 0
 
 
-def rows_after(target: "DataFrame", schema: StructType, changes: "DataFrame", shape: Shape) -> "DataFrame":
-    """Return the rows of `target`, which has `schema`, after `changes` (`fold.checked`), each with what became of it.
+def rows_after(target: "DataFrame", schema: StructType, changes: "DataFrame", kinds: StructType, shape: Shape) -> "DataFrame":
+    """Return the rows of `target` after `changes` (`fold.checked`), each with what became of it. `schema` and `kinds` are their schemas.
 
     Reading them fails with `fold.unsent_marker` if a value was not sent and is not there.
     """
-    kinds = changes.schema
     ours = target.selectExpr("*", f"true AS {statements.HERE}").alias("t")
     theirs = changes.selectExpr("*", f"true AS {statements.HERE}").alias("s")
     joined = ours.join(theirs, F.expr(statements.same_key(schema, kinds, shape)), "full_outer")
@@ -149,7 +149,7 @@ def write(found: Small, rows: "DataFrame", to_lsn: int) -> int:
     Raises LakeError if another writer has changed the table since `found` was looked at.
     """
     schema = plain_schema(pa.schema(found.table.schema().to_arrow()))
-    computed = rows.toArrow()
+    computed = to_arrow(rows)
     fates = computed[_FATE].value_counts().to_pylist()
     stay = computed.filter(pc.field(_FATE) != "gone").select(schema.names).cast(schema)
     failpoints.hit("publish.in_merge")

@@ -32,14 +32,6 @@ def merge_changes(path: str, target: StructType, changes: StructType, view: str,
     )
 
 
-def insert_changes(path: str, target: StructType, changes: StructType, view: str, shape: Shape, span: tuple[int, int] | None = None) -> str:
-    """Return the same for changes that are all new rows: it touches no row of the target, and reads only its key columns."""
-    return (
-        f"MERGE INTO {table_at(path)} t USING {quote(view)} s ON {same_key(target, changes, shape, span)} "
-        f"WHEN NOT MATCHED THEN {_insert(target, changes, shape)}"
-    )
-
-
 def merge_bag(path: str, target: StructType, changes: StructType, view: str, shape: Shape) -> str:
     """Return the MERGE that brings a bag of rows up to date; `view` has the rows of `bag.renewed`."""
     same = f"s.{bag.ROW} = {bag.row_identity(target, shape, 't')}"

@@ -146,7 +146,7 @@ def test_inserts_alone(spark: "SparkSession", things: Path) -> None:
     write_events(things / "inserts", {"id": INT, "body": TEXT}, [("I", 1500, number, (3 + number, "new")) for number in range(2)])
     shutil.copytree(things / "current", things / "bag")
     for key, name in ((["id"], "current"), ([], "bag")):
-        request = next_window(things, Traits(False, False, False, inserts_only=True), key=key)
+        request = next_window(things, Traits(False, False, False), key=key)
         request = altered(request, raw_path=str(things / "inserts"), current_path=str(things / name))
         assert merge(spark, request) == current.MergeResult(1, 2)
         assert merge(spark, request) == current.MergeResult(1, 0)
