@@ -26,7 +26,8 @@ def test_the_main_job_from_nothing(source: Source, commands: Commands, connect_a
     # Commands that start a Spark of their own are in test_secrets, in the demo, and on an object store.
     commands.environment["PGWAL_SPARK_REMOTE"] = connect_address
     before = commands.json("status")
-    assert before == {"slot": None, "frontier": None, "publish": None, "tables": {}}
+    engine = {"running": False, "pid": None, "since": None, "remote": None, "used_at": None}
+    assert before == {"slot": None, "frontier": None, "publish": None, "engine": engine, "tables": {}}
     assert commands.run("as-of")[0] == 1
     first = commands.json("sync")
     assert set(first) == {"windows", "changes", "snapshots", "publish", "warnings", "seconds"}

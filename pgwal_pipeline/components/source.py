@@ -11,6 +11,7 @@ from pgwal_pipeline.asset_specs import REPORT, AssetNames, AssetSpecs
 from pgwal_pipeline.known_tables import KnownTable, refresh
 from pgwal_pipeline.messages import progress
 from pgwal_pipeline.messages.errors import PgwalError
+from pgwal_pipeline.messages.printable import printable
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.relation import TableName
 
@@ -165,7 +166,7 @@ def hint_unknown(context: StepContext, source: CdcSource, tables: Iterable[Table
     locations = {state.oid: state.location for state in Ledger(Lake(settings.lake)).tables().values() if state.followed}
     unknown = [table for table in sorted(tables) if not source.knows(table)]
     if unknown:
-        listed = ", ".join(map(str, unknown))
+        listed = printable(", ".join(map(str, unknown)))
         context.log.warning(f"Captured, but not yet among the definitions: {listed}. Reload the code location to see them as assets.")
     if not unknown and all(locations.get(known.oid, known.location) == known.location for known in source.tables):
         return

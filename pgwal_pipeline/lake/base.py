@@ -111,7 +111,7 @@ def rows_as_read(source: Source, snapshot: "DataFrame | None", shape: Shape, typ
 
 
 def rows_of_keys(
-    source: Source, rows: "DataFrame", steps: "DataFrame", shape: Shape, traits: Traits
+    source: Source, rows: "DataFrame", steps: "DataFrame", types: StructType, shape: Shape, traits: Traits
 ) -> "tuple[DataFrame, DataFrame | None]":
     """Return the snapshot's `rows` with the steps applied, and the changes that lack a value (None if no change can lack one).
 
@@ -121,7 +121,7 @@ def rows_of_keys(
     placed = _placed(source, touched, steps, shape)
     if source.chunks:
         placed = placed.unionByName(_absences(source, touched, steps, shape))
-    renewed, lacking = fold.rows_alone(fold.net(placed, shape, traits), shape)
+    renewed, lacking = fold.rows_alone(fold.net(placed, types, shape, traits), shape, traits)
     untouched = fold.matching(rows, steps, shape.key, "left_anti").selectExpr(*map(quote, renewed.columns))
     return untouched.unionByName(renewed), lacking
 

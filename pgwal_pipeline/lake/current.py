@@ -1,12 +1,13 @@
 """Write `current`: each table as of a publish. Events are merged into it, or it is replaced by a snapshot and the events on top of it.
 
 Every commit carries the LSN that it brings the table to (Delta's `txnAppId` and `txnVersion`), so the same work done again changes nothing.
-All work is DataFrames and SQL: it runs on a Spark Connect server too, and rows stay on the executors.
+All work is DataFrames and SQL: it runs on a Spark Connect server too. Rows stay on the executors, but for small tables (`rewrite`).
 """
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as altered
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.types import IntegerType, LongType, ShortType, StructType
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.lake import bag, base, files, fold, statements
+from pgwal_pipeline.lake import bag, base, files, fold, rewrite, statements
 from pgwal_pipeline.lake.columns import null_of, quote, same_types
 from pgwal_pipeline.lake.files import Files
 from pgwal_pipeline.lake.fold import ANYTHING, ChunkSnapshot, Shape, Traits, Unresolved
@@ -32,6 +33,7 @@ from pgwal_pipeline.lake.standing import (
     written_rows,
 )
 from pgwal_pipeline.messages.errors import LakeError, TableError
+from pgwal_pipeline.spark.internals import active
 from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.own_columns import COMMIT_LSN, TEXT
 from pgwal_pipeline.values.relation import TableName
@@ -137,11 +139,20 @@ class MergeResult:
     rows_changed: int
 
 
-def merge(spark: "SparkSession", request: MergeRequest) -> MergeResult:
+@contextmanager
+def for_small_tables(spark: "SparkSession") -> "Iterator[SparkSession]":
+    """Open a session in which `merge` writes small tables anew. Several threads may share it."""
+    with isolated(spark, rewrite.CONF | conf_for(0)) as session:
+        yield session
+
+
+def merge(spark: "SparkSession", request: MergeRequest, shared: "SparkSession | None" = None) -> MergeResult:
     """Merge the events of `request`, in one commit; change nothing if the table stands at `to_lsn` or past it.
 
-    Several threads may merge several tables. Raises Unresolved if a value was not sent and the lake does not have it, TableError if the
-    table cannot be followed, LakeError if it does not stand at `from_lsn` or Spark fails.
+    Several threads may merge several tables. `shared` is a session `for_small_tables`: opening one costs as much as a small merge.
+
+    Raises Unresolved if a value was not sent and the lake does not have it, TableError if the table cannot be followed, LakeError if it
+    does not stand at `from_lsn` or Spark fails.
     """
     mark = watermark(request.current_path)
     if mark is not None and mark >= request.to_lsn:
@@ -157,6 +168,10 @@ def merge(spark: "SparkSession", request: MergeRequest) -> MergeResult:
     files.require(request.table, request.rows, {request.raw_path: changes})
     if changes is None:
         raise LakeError(f"{request.table}: its raw table at {request.raw_path} is gone; restore it from a copy of the lake.")
+    small = _small(request, changes)
+    if small is not None:
+        with for_small_tables(spark) if shared is None else active(shared) as session:
+            return _rewrite(session, request, changes, small)
     with isolated(spark, _MERGE_CONF | conf_for(request.rows + written_rows(request.current_path))) as session:
         return _merge(session, request, changes)
 
@@ -217,14 +232,14 @@ def _merge(session: "SparkSession", request: MergeRequest, changes: Files) -> Me
     with failures(str(request.table)):
         target = session.read.format("delta").load(request.current_path)
         raw = changes.read(session)
-        types = raw.schema if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
+        types = changes.schema if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
         shape = _known_columns(request.shape, types, target.schema)
         _check_types(shape, types, target.schema)
         if _widen(session, request.current_path, shape, types, target.schema):
             target = session.read.format("delta").load(request.current_path)
         rows = fold.between(raw, request.from_lsn, request.to_lsn)
         truncate = fold.last_truncate(rows) if request.traits.truncated else None
-        steps = fold.steps(rows, shape, target.schema, after=truncate)
+        steps = fold.steps(rows, changes.schema, shape, target.schema, after=truncate)
     if truncate is not None:
         return _overwrite(request, shape, steps, target)
     if not shape.key:
@@ -232,34 +247,61 @@ def _merge(session: "SparkSession", request: MergeRequest, changes: Files) -> Me
     return _merge_changes(session, request, shape, steps, target)
 
 
-def _merge_changes(session: "SparkSession", request: MergeRequest, shape: Shape, steps: "DataFrame", target: "DataFrame") -> MergeResult:
-    traits = request.traits
-    span = _span(steps, request.current_path, shape)
-    if traits.inserts_only:
-        changes = steps.selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT)
-        statement = statements.insert_changes(request.current_path, target.schema, changes.schema, _VIEW, shape, span)
-        return _run(session, request, shape, changes, statement, lambda: None)
+def _small(request: MergeRequest, changes: Files) -> rewrite.Small | None:
+    """The table if it is to be written anew: it is small, and there is no more to do than to apply changes to its rows."""
+    if not request.key or request.traits.truncated:
+        return None
+    found = rewrite.small(request.current_path, request.from_lsn, changes)
+    if found is None:
+        return None
+    types = changes.schema if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
+    shape = _known_columns(request.shape, types, found.schema)
+    return found if set(shape.columns) <= set(found.schema.names) else None
+
+
+def _rewrite(session: "SparkSession", request: MergeRequest, changes: Files, small: rewrite.Small) -> MergeResult:
+    types = changes.schema if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
+    shape = _known_columns(request.shape, types, small.schema)
+    _check_types(shape, types, small.schema)
+    with failures(str(request.table)):
+        target = small.read(session)
+        rows = fold.between(changes.read(session).coalesce(1), request.from_lsn, request.to_lsn)
+        steps = fold.steps(rows, changes.schema, shape, small.schema)
+        source, lacking = _folded(steps, target, small.schema, shape, request.traits)
+    with table_failures(shape, lacking):
+        changed = rewrite.write(
+            small,
+            rewrite.rows_after(target, small.schema, source, fold.checked_schema(small.schema, shape, request.traits), shape),
+            request.to_lsn,
+        )
+    return MergeResult(_reached(request), changed)
+
+
+def _folded(
+    steps: "DataFrame", target: "DataFrame", types: StructType, shape: Shape, traits: Traits
+) -> "tuple[DataFrame, Callable[[], DataFrame | None]]":
+    """The changes of a keyed table, which fail when they are read if one lacks a value, and a function that returns those that do."""
     if traits.key_changes and traits.unchanged:
         steps = fold.with_left_behind(steps, target, shape)
-    changes = fold.net(steps, shape, traits)
-    source = fold.checked(changes, shape)
-    statement = statements.merge_changes(request.current_path, target.schema, source.schema, _VIEW, shape, span)
+    changes = fold.net(steps, types, shape, traits)
 
     def lacking() -> "DataFrame":
         kept = changes.where(f"NOT {fold.GONE} AND {fold.KEPT} IS NOT NULL")
         return changes.where(f"{fold.LOST} IS NOT NULL").unionByName(fold.matching(kept, target, shape.key, "left_anti"))
 
+    return fold.checked(changes, shape, traits), lacking
+
+
+def _merge_changes(session: "SparkSession", request: MergeRequest, shape: Shape, steps: "DataFrame", target: "DataFrame") -> MergeResult:
+    traits = request.traits
+    span = _span(steps, request.current_path, shape)
+    source, lacking = _folded(steps, target, target.schema, shape, traits)
+    kinds = fold.checked_schema(target.schema, shape, traits)
+    statement = statements.merge_changes(request.current_path, target.schema, kinds, _VIEW, shape, span)
     return _run(session, request, shape, source, statement, lacking)
 
 
 def _merge_bag(session: "SparkSession", request: MergeRequest, shape: Shape, steps: "DataFrame", target: "DataFrame") -> MergeResult:
-    if request.traits.inserts_only:
-        with failures(str(request.table)):
-            rows = _as_target(steps, target.schema)
-            failpoints.hit("publish.in_merge")
-            rows.write.format("delta").mode("append").options(**_fence(request.to_lsn)).save(request.current_path)
-            failpoints.hit("publish.in_merge")
-        return MergeResult(_reached(request), last_output_rows(request.current_path))
     changes = bag.renewed(bag.counted(steps, shape), target, shape)
     statement = statements.merge_bag(request.current_path, target.schema, changes.schema, _VIEW, shape)
     return _run(session, request, shape, changes, statement, lambda: None)
@@ -288,7 +330,7 @@ def _run(
 def _overwrite(request: MergeRequest, shape: Shape, steps: "DataFrame", target: "DataFrame") -> MergeResult:
     """Replace the table after a TRUNCATE: it has only the rows of the events since then."""
     if shape.key:
-        rows, lacking = fold.rows_alone(fold.net(steps, shape, request.traits), shape)
+        rows, lacking = fold.rows_alone(fold.net(steps, target.schema, shape, request.traits), shape, request.traits)
     else:
         rows, lacking = bag.applied(bag.counted(steps, shape), target.limit(0), shape), None
     with table_failures(shape, lambda: lacking):
@@ -311,7 +353,7 @@ def _replace(
         if raw is None or changes is None or not changes.paths:
             whole, lacking = base.rows_as_read(source, snapshot, shape, types), None
         else:
-            whole, lacking = _with_events(source, snapshot, raw, types, request)
+            whole, lacking = _with_events(source, snapshot, raw, changes.schema, types, request)
         whole = _with_dropped(whole, shape, _read(session, path) if request.keep else None, request.keep)
     properties = {"delta.enableDeletionVectors": "true", GENERATION: request.generation, **_readable(_HISTORY_HOURS)}
     properties |= _features({field.name: field.dataType.simpleString() for field in whole.schema.fields})
@@ -326,7 +368,7 @@ def _replace(
 
 
 def _with_events(
-    source: base.Source, snapshot: "DataFrame | None", raw: "DataFrame", types: StructType, request: ReplaceRequest
+    source: base.Source, snapshot: "DataFrame | None", raw: "DataFrame", has: StructType, types: StructType, request: ReplaceRequest
 ) -> "tuple[DataFrame, DataFrame | None]":
     """The rows of `snapshot` with the events of `raw` applied, and the changes that lack a value (None if no change can lack one)."""
     shape, short = request.shape, few(request.rows)
@@ -334,12 +376,12 @@ def _with_events(
     if short:
         events = events.localCheckpoint()
     truncate = fold.last_truncate(events) if request.traits.truncated else None
-    steps = fold.steps(events, shape, types, after=truncate)
+    steps = fold.steps(events, has, shape, types, after=truncate)
     rows = base.snapshot_rows(source, snapshot, shape, types, truncate)
     if short:
         rows = rows.localCheckpoint()
     if shape.key:
-        return base.rows_of_keys(source, rows, steps, shape, request.traits)
+        return base.rows_of_keys(source, rows, steps, types, shape, request.traits)
     return base.rows_of_bag(source, rows, steps, shape), None
 
 

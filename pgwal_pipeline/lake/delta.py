@@ -167,8 +167,11 @@ def commit(
     *,
     partition_by: Sequence[str] = (),
     marker: Transaction | None = None,
+    replace: bool = False,
 ) -> None:
     """Commit `actions` to `table` at `uri`, bring `table` up to date and make sure that the commit is on disk.
+
+    With `replace` all other files are removed, and any commit since `table` was opened gives CommitFailedError.
 
     Files that are only added do not conflict with the commits of others. With a marker, if two writers with the same `app_id` commit on top
     of one version, the slower one gets CommitFailedError and must check again; `table.transaction_version(app_id)` is then the marker's
@@ -179,10 +182,12 @@ def commit(
         try:
             table.create_write_transaction(
                 list(actions),
-                "append",
+                "overwrite" if replace else "append",
                 table.schema(),
                 partition_by=list(partition_by),
-                commit_properties=None if marker is None else CommitProperties(app_transactions=[marker]),
+                commit_properties=CommitProperties(
+                    app_transactions=None if marker is None else [marker], max_commit_retries=0 if replace else None
+                ),
             )
         except (DeltaError, OSError) as error:
             lost = isinstance(error, CommitFailedError)

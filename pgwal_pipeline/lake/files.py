@@ -35,7 +35,7 @@ class Files:
     """All files of the table at `table` in a range of its partitions.
 
     `partition` is the partition column, `keys` are its values. `paths` are relative to the table. `rows` is how many rows the files have,
-    None if the log does not say.
+    None if the log does not say. `bytes` is their size.
     """
 
     table: str
@@ -44,6 +44,7 @@ class Files:
     keys: tuple[str, ...]
     paths: tuple[str, ...]
     rows: int | None
+    bytes: int
 
     def read(self, session: "SparkSession") -> "DataFrame":
         """Return the rows of the files, with the table's schema."""
@@ -93,8 +94,8 @@ def _files(path: str, partition: str, wanted: Callable[[str], bool]) -> Files | 
     schema = StructType.fromJson(json.loads(table.schema().to_json()))
     named = pa.table(table.get_add_actions(flatten=True))
     if not named.num_rows:
-        return Files(path, schema, partition, (), (), 0)
-    columns = (named[name].to_pylist() for name in (f"partition.{partition}", "path", "num_records"))
-    found = [(str(key), file, rows) for key, file, rows in zip(*columns, strict=True) if wanted(str(key))]
-    keys, paths, counts = zip(*found, strict=True) if found else ((), (), ())
-    return Files(path, schema, partition, keys, paths, None if None in counts else sum(counts))
+        return Files(path, schema, partition, (), (), 0, 0)
+    columns = (named[name].to_pylist() for name in (f"partition.{partition}", "path", "num_records", "size_bytes"))
+    found = [(str(key), *file) for key, *file in zip(*columns, strict=True) if wanted(str(key))]
+    keys, paths, counts, sizes = zip(*found, strict=True) if found else ((), (), (), ())
+    return Files(path, schema, partition, keys, paths, None if None in counts else sum(counts), sum(sizes))

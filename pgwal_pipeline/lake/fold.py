@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import (
+    ArrayType,
     BooleanType,
     ByteType,
     DataType,
@@ -30,7 +31,10 @@ from pyspark.sql.types import (
     FloatType,
     IntegerType,
     LongType,
+    MapType,
     ShortType,
+    StringType,
+    StructField,
     StructType,
     TimestampNTZType,
     TimestampType,
@@ -70,13 +74,12 @@ class Traits:
     """What the ledger knows about the events to be folded; it lets the fold skip work.
 
     `truncated`: there may be a TRUNCATE. `key_changes`: rows may have changed their key. `unchanged`: values may be unsent. True is always
-    safe for these three. `inserts_only`: all events are certainly inserts; False is always safe.
+    safe.
     """
 
     truncated: bool = True
     key_changes: bool = True
     unchanged: bool = True
-    inserts_only: bool = False
 
 
 ANYTHING = Traits()
@@ -130,9 +133,11 @@ def last_truncate(rows: "DataFrame") -> Truncate | None:
     return None if found is None else Truncate(*found)
 
 
-def steps(rows: "DataFrame", shape: Shape, types: StructType, *, after: Truncate | None = None) -> "DataFrame":
-    """Return rows of raw as steps, with the column types of `types`. With `after`, return only those after that TRUNCATE."""
-    has = rows.schema
+def steps(rows: "DataFrame", has: StructType, shape: Shape, types: StructType, *, after: Truncate | None = None) -> "DataFrame":
+    """Return rows of raw, whose schema is `has`, as steps with the column types of `types`. With `after`, only those after that TRUNCATE.
+
+    Schemas are given to the functions of this module: asking Spark for one analyzes the plan anew, which costs more than a small merge.
+    """
     wanted = f"{OP} != 'T'"
     if after is not None:
         wanted += f" AND ({COMMIT_LSN} > {after.lsn}L OR {COMMIT_LSN} = {after.lsn}L AND {ORDINAL} > {after.ordinal}L)"
@@ -184,29 +189,36 @@ def numbered(parts: Sequence[str]) -> list[str]:
     return [f"{part} AS _pgwal_k{number}" for number, part in enumerate(parts)]
 
 
-def net(events: "DataFrame", shape: Shape, traits: Traits) -> "DataFrame":
-    """Return the final change of each key."""
+def net(events: "DataFrame", types: StructType, shape: Shape, traits: Traits) -> "DataFrame":
+    """Return the final change of each key. `types` are those of the steps' columns."""
     if not traits.unchanged:
-        return _newest(events, shape)
+        return _newest(events, types, shape)
     if not traits.key_changes:
-        return _newest_sent(events, shape)
-    return _followed(events, shape)
+        return _newest_sent(events, types, shape)
+    return _followed(events, types, shape)
 
 
-def _newest(events: "DataFrame", shape: Shape) -> "DataFrame":
+def checked_schema(types: StructType, shape: Shape, traits: Traits) -> StructType:
+    """Return the schema of `checked`."""
+    found = StructType([StructField(name, types[name].dataType) for name in shape.columns])
+    found.add(COMMIT_LSN, LongType()).add(TEXT, MapType(StringType(), StringType())).add(GONE, BooleanType())
+    return found.add(KEPT, ArrayType(StringType())) if traits.unchanged else found
+
+
+def _newest(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
     """The changes where every value is sent: the newest step of a key is its row."""
-    of_key = ", ".join(key_parts(events.schema, shape.key))
+    of_key = ", ".join(key_parts(types, shape.key))
     backwards = ", ".join(f"{part} DESC" for part in _PLACE)
     nth = f"row_number() OVER (PARTITION BY {of_key} ORDER BY {backwards}) AS _pgwal_nth"
     newest = events.selectExpr("*", nth).where("_pgwal_nth = 1")
     return newest.selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT, f"{_ends(OP)} AS {GONE}")
 
 
-def _newest_sent(events: "DataFrame", shape: Shape) -> "DataFrame":
+def _newest_sent(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
     """The changes where no row changes its key: of each column the newest value that was sent. An insert sends all values."""
-    movable = may_be_unsent(events.schema, shape)
+    movable = may_be_unsent(types, shape)
     last = ", ".join([OP, COMMIT_LSN, TEXT, *_fixed(shape, movable)])
-    of_key = map(F.expr, numbered(key_parts(events.schema, shape.key)))
+    of_key = map(F.expr, numbered(key_parts(types, shape.key)))
     folded = events.groupBy(*of_key).agg(F.expr(f"max_by(struct({last}), {_AT}) AS _pgwal_last"), *map(F.expr, _sent_values(movable)))
     gone = _ends(f"_pgwal_last.{OP}")
     unsent = f"CASE WHEN NOT {gone} THEN {_unsent_names(movable)} END"
@@ -219,13 +231,13 @@ def _newest_sent(events: "DataFrame", shape: Shape) -> "DataFrame":
     )
 
 
-def _followed(events: "DataFrame", shape: Shape) -> "DataFrame":
+def _followed(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
     """The changes where rows change their keys and values may be unsent: each row is followed through its life."""
-    lives = _with_lives(events, shape)
-    movable = may_be_unsent(events.schema, shape)
+    lives = _with_lives(events, types, shape)
+    movable = may_be_unsent(types, shape)
     apart = "CASE WHEN _pgwal_life IS NULL THEN"
     group = ["_pgwal_life", f"{apart} _pgwal_birth_number END AS _pgwal_number"]
-    group += numbered([f"{apart} {part} END" for part in key_parts(events.schema, shape.key)])
+    group += numbered([f"{apart} {part} END" for part in key_parts(types, shape.key)])
     last = ", ".join([OP, COMMIT_LSN, TEXT, "_pgwal_is_last", "_pgwal_birth_number", "_pgwal_life", *_fixed(shape, movable)])
     folded = lives.groupBy(*map(F.expr, group)).agg(
         F.expr(f"max_by(struct({last}), {_AT}) AS _pgwal_last"), *map(F.expr, _sent_values(movable))
@@ -239,7 +251,7 @@ def _followed(events: "DataFrame", shape: Shape) -> "DataFrame":
         f"false AS {GONE}",
         *_judged(_unsent_names(movable), f"NOT {stayed}"),
     )
-    kinds = {name: events.schema[name].dataType for name in shape.columns}
+    kinds = {name: types[name].dataType for name in shape.columns}
     gone = lives.where(f"_pgwal_is_last AND {_ends(OP)}").selectExpr(
         *(quote(name) if name in shape.key else f"{null_of(kind)} AS {quote(name)}" for name, kind in kinds.items()),
         COMMIT_LSN,
@@ -251,7 +263,7 @@ def _followed(events: "DataFrame", shape: Shape) -> "DataFrame":
     return alive.unionByName(gone)
 
 
-def _with_lives(events: "DataFrame", shape: Shape) -> "DataFrame":
+def _with_lives(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
     """The steps with three more columns for `_followed`.
 
     `_pgwal_life` is the position of the row's first key change, null for a row that never changed its key. `_pgwal_birth_number` counts
@@ -261,7 +273,7 @@ def _with_lives(events: "DataFrame", shape: Shape) -> "DataFrame":
     beside = F.expr(f"{AT_LSN} = _pgwal_move_lsn AND {AT_ORDINAL} = _pgwal_move_ordinal")
     arrives = f"({OP} = 'U' AND _pgwal_move_lsn IS NOT NULL)"
     born = f"({OP} IN ('I', 'S') OR {arrives})"
-    of_key = f"PARTITION BY {', '.join(key_parts(events.schema, shape.key))}"
+    of_key = f"PARTITION BY {', '.join(key_parts(types, shape.key))}"
     ordered = f"{of_key} ORDER BY {', '.join(_PLACE)}"
     so_far = f"{ordered} ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW"
     birth = f"CASE WHEN {born} THEN struct({PLACE} AS place, {arrives} AS arrives) END"
@@ -305,24 +317,24 @@ def heads(links: "DataFrame") -> "DataFrame | None":
             return links
 
 
-def checked(changes: "DataFrame", shape: Shape) -> "DataFrame":
-    """Return `changes` such that reading them fails with `unsent_marker` if a value is in none of the lake's tables."""
-    if LOST not in changes.columns:
+def checked(changes: "DataFrame", shape: Shape, traits: Traits) -> "DataFrame":
+    """Return `changes` (`net`) such that reading them fails with `unsent_marker` if a value is in none of the lake's tables."""
+    if not traits.unchanged:
         return changes
     judged = f"CASE WHEN {LOST} IS NOT NULL THEN raise_error({literal(unsent_marker(shape.table))}) ELSE {KEPT} END"
     return changes.withColumn(KEPT, F.expr(judged)).drop(LOST)
 
 
-def rows_alone(changes: "DataFrame", shape: Shape) -> "tuple[DataFrame, DataFrame | None]":
+def rows_alone(changes: "DataFrame", shape: Shape, traits: Traits) -> "tuple[DataFrame, DataFrame | None]":
     """Return the rows that `changes` give without a target, and the changes that lack a value (None if no change can lack one).
 
     The rows have the columns, `_pgwal_commit_lsn` and `_pgwal_text`. Reading them fails with `unsent_marker` if any change lacks a value.
     """
     lacking = None
-    if LOST in changes.columns:
+    if traits.unchanged:
         changes = changes.withColumn(LOST, F.expr(f"coalesce({LOST}, {KEPT})")).withColumn(KEPT, F.expr(NO_NAMES))
         lacking = changes.where(f"{LOST} IS NOT NULL")
-        changes = checked(changes, shape).where(f"{KEPT} IS NULL")  # uses KEPT, so that Spark evaluates the check
+        changes = checked(changes, shape, traits).where(f"{KEPT} IS NULL")  # uses KEPT, so that Spark evaluates the check
     return changes.where(f"NOT {GONE}").selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT), lacking
 
 

@@ -13,7 +13,7 @@ from pgwal_pipeline.lake.columns import source_text
 from pgwal_pipeline.lake.delta import passing
 from pgwal_pipeline.lake.fold import Shape, Unresolved
 from pgwal_pipeline.messages.errors import LakeError, TableError
-from pgwal_pipeline.spark.internals import cloned, java_trace
+from pgwal_pipeline.spark.internals import cloned, java_trace, set_conf
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -56,8 +56,7 @@ def conf_for(rows: int) -> dict[str, str]:
 def isolated(spark: "SparkSession", conf: Mapping[str, str]) -> "Iterator[SparkSession]":
     """Open a session with the settings of `spark` and `conf`, and views of its own. What is set in it does not affect other threads."""
     with cloned(spark) as session:
-        for name, value in (*_LITERALLY.items(), *conf.items()):
-            session.conf.set(name, value)
+        set_conf(session, {**_LITERALLY, **conf})
         yield session
 
 

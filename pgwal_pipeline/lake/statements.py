@@ -9,6 +9,8 @@ from pgwal_pipeline.lake.columns import key_parts, literal, quote
 from pgwal_pipeline.lake.fold import GONE, KEPT, Shape
 from pgwal_pipeline.values.own_columns import COMMIT_LSN, TEXT
 
+HERE = "_pgwal_here"
+"""The column that is true in every row of a side of `merged_row`, so that a row without the other side shows."""
 _NO_TEXT = "cast(map() AS map<string, string>)"
 
 
@@ -24,17 +26,9 @@ def merge_changes(path: str, target: StructType, changes: StructType, view: str,
     """
     matched = ", ".join(f"{quote(name, 't')} = {_updated(name, changes, shape)}" for name in target.names)
     return (
-        f"MERGE INTO {table_at(path)} t USING {quote(view)} s ON {_same_key(target, changes, shape, span)} "
+        f"MERGE INTO {table_at(path)} t USING {quote(view)} s ON {same_key(target, changes, shape, span)} "
         f"WHEN MATCHED AND s.{GONE} THEN DELETE WHEN MATCHED THEN UPDATE SET {matched} "
         f"WHEN NOT MATCHED AND NOT s.{GONE} THEN {_insert(target, changes, shape)}"
-    )
-
-
-def insert_changes(path: str, target: StructType, changes: StructType, view: str, shape: Shape, span: tuple[int, int] | None = None) -> str:
-    """Return the same for changes that are all new rows: it touches no row of the target, and reads only its key columns."""
-    return (
-        f"MERGE INTO {table_at(path)} t USING {quote(view)} s ON {_same_key(target, changes, shape, span)} "
-        f"WHEN NOT MATCHED THEN {_insert(target, changes, shape)}"
     )
 
 
@@ -63,7 +57,18 @@ def set_properties(path: str, properties: Mapping[str, str]) -> str:
     return f"ALTER TABLE {table_at(path)} SET TBLPROPERTIES ({settings})"
 
 
-def _same_key(target: StructType, changes: StructType, shape: Shape, span: tuple[int, int] | None) -> str:
+def merged_row(target: StructType, changes: StructType, shape: Shape) -> list[str]:
+    """Return the columns of the target after `merge_changes`, over an outer join of `t` and `s` that both have `HERE`."""
+    inserted = _inserted(target, changes, shape)
+    return [
+        f"CASE WHEN s.{HERE} IS NULL THEN {quote(name, 't')} WHEN t.{HERE} IS NULL THEN {inserted.get(name, 'NULL')} "
+        f"ELSE {_updated(name, changes, shape)} END AS {quote(name)}"
+        for name in target.names
+    ]
+
+
+def same_key(target: StructType, changes: StructType, shape: Shape, span: tuple[int, int] | None = None) -> str:
+    """Return the condition that a row of the target and a change have the same key."""
     pairs = zip(key_parts(target, shape.key, "t"), key_parts(changes, shape.key, "s"), strict=True)
     conditions = [f"{ours} <=> {theirs}" for ours, theirs in pairs]
     if span is not None:
@@ -88,12 +93,14 @@ def _updated(name: str, changes: StructType, shape: Shape) -> str:
 
 
 def _insert(target: StructType, changes: StructType, shape: Shape) -> str:
-    names = [name for name in target.names if name in changes.names]
-    values = [quote(name, "s") for name in names]
+    values = _inserted(target, changes, shape)
+    return f"INSERT ({', '.join(map(quote, values))}) VALUES ({', '.join(values.values())})"
+
+
+def _inserted(target: StructType, changes: StructType, shape: Shape) -> dict[str, str]:
+    """The value of each column in a row that is inserted."""
+    values = {name: quote(name, "s") for name in target.names if name in changes.names}
     if KEPT in changes.names:
         nowhere = f"raise_error({literal(fold.unsent_marker(shape.table))})"
-        values = [
-            f"CASE WHEN s.{KEPT} IS NULL THEN s.{COMMIT_LSN} ELSE {nowhere} END" if name == COMMIT_LSN else value
-            for name, value in zip(names, values, strict=True)
-        ]
-    return f"INSERT ({', '.join(quote(name) for name in names)}) VALUES ({', '.join(values)})"
+        values[COMMIT_LSN] = f"CASE WHEN s.{KEPT} IS NULL THEN s.{COMMIT_LSN} ELSE {nowhere} END"
+    return values

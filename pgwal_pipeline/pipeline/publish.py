@@ -256,7 +256,7 @@ def _merge_all(lake: Lake, spark: "SparkSession", works: list[_Work], progress: 
         for attempt in range(_TRIES):
             try:
                 with table_work(lake, work.state.table, stage, oid=work.state.oid, answers=lambda: spark.sql("SELECT 1").collect()):
-                    return work.state.table, _carry_out(lake, spark, work)
+                    return work.state.table, _carry_out(lake, spark, small, work)
             except TableError as error:
                 return work.state.table, error
             except LakeError as error:
@@ -266,7 +266,7 @@ def _merge_all(lake: Lake, spark: "SparkSession", works: list[_Work], progress: 
                 time.sleep(_PAUSE * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    with ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(works)), "pgwal-merge") as pool:
+    with current.for_small_tables(spark) as small, ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(works)), "pgwal-merge") as pool:
         for table, outcome in pool.map(one, works):
             outcomes[table] = outcome
             progress.stage("publish", len(outcomes), len(works), "tables")
@@ -274,7 +274,7 @@ def _merge_all(lake: Lake, spark: "SparkSession", works: list[_Work], progress: 
     return outcomes
 
 
-def _carry_out(lake: Lake, spark: "SparkSession", work: _Work) -> MergeResult:
+def _carry_out(lake: Lake, spark: "SparkSession", small: "SparkSession", work: _Work) -> MergeResult:
     request = work.request
     if isinstance(request, ReplaceRequest):
         return current.replace(spark, request)
@@ -282,7 +282,7 @@ def _carry_out(lake: Lake, spark: "SparkSession", work: _Work) -> MergeResult:
     if not request.rows:  # there is only a new column that no row has yet
         assert work.state.relation is not None
         ensure_raw_table(lake, work.state.location, change_schema(work.state.relation))
-    return current.merge(spark, request)
+    return current.merge(spark, request, small)
 
 
 def _record_outcomes(

@@ -36,7 +36,7 @@ def catalog_entries(conn: Connection, publication: str) -> dict[TableName, Catal
 def record_tables(
     ledger: Ledger, conn: Connection, found: Mapping[TableName, CatalogEntry], skipped: Mapping[TableName, str]
 ) -> dict[str, str]:
-    """Record tables that joined, left, or were renamed, altered or made anew since they were last recorded.
+    """Record tables that joined, left, or were renamed, altered or recreated since they were last recorded.
 
     Returns a message for some of them, by name. A table that joins is read only after the transactions that run now have ended: no stream
     has what they wrote to it before.
@@ -155,7 +155,7 @@ def _renamed(
 def _locations_for(lake: Lake, known: Mapping[TableName, TableState], joining: Sequence[CatalogEntry]) -> dict[TableName, TableName]:
     """Return the locations for tables that join, by name: each gets the location of the earlier table of its name, if there was one.
 
-    A table that was made anew while a stream was read may have a location already, at which that stream's rows are: see `Locations`.
+    A table that was recreated while a stream was read may have a location already, at which that stream's rows are: see `Locations`.
     """
     locations: dict[TableName, TableName] = {}
     for relation in (entry.relation for entry in joining):

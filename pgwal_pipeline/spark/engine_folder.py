@@ -144,7 +144,7 @@ class EngineFolder:
     def clients(self) -> tuple[list[str], list[str]]:
         """Return the session ids of the living clients, and of those that were killed."""
         living, dead = [], []
-        for path in self._clients.iterdir():
+        for path in _entries(self._clients):
             try:
                 with path.open("r+") as file:
                     (dead if _locked(file) else living).append(path.name)
@@ -178,7 +178,7 @@ class EngineFolder:
 
     def owners(self) -> Iterator[psutil.Process]:
         """Yield the living processes with which the engine ends; forget those that are gone."""
-        for path in self._owners.iterdir():
+        for path in _entries(self._owners):
             try:
                 yield psutil.Process(int(path.name))
             except (psutil.NoSuchProcess, ValueError):
@@ -190,14 +190,14 @@ class EngineFolder:
         if alive is not None:
             with alive:
                 self.clear()
-                if time.time() - (self.used_at or 0.0) > _KEPT_SECONDS and not self.clients()[0]:
+                if time.time() - self.path.stat().st_mtime > _KEPT_SECONDS and not self.clients()[0]:
                     shutil.rmtree(self.path, ignore_errors=True)
 
     def clear(self) -> None:
         """Remove what an engine leaves behind. Whoever calls this holds the lock of the engine."""
         self.conf_file.unlink(missing_ok=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
-        for path in self._owners.iterdir():
+        for path in _entries(self._owners):
             path.unlink(missing_ok=True)
         for session_id in self.clients()[1]:
             self.deregister(session_id)
@@ -217,6 +217,14 @@ def _engines() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     check_private(folder)
     return folder
+
+
+def _entries(folder: Path) -> list[Path]:
+    """The files of a folder; none if it was removed."""
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def _private(path: Path) -> IO[str]:

@@ -1,13 +1,20 @@
 """The private parts of PySpark that the pipeline uses. Seen in 4.2.0; `test_internals` fails if one is gone."""
 
-from collections.abc import Callable, Iterator
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import PySparkException
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+# A Connect client warns of an option that is set to its default, and of queries that it forgets while their session ends.
+warnings.filterwarnings("ignore", "The SQL config 'spark.sql.parser.escapedStringLiterals'", UserWarning)
+logging.getLogger("pyspark.sql.connect.logging").setLevel(logging.ERROR)
 
 
 @contextmanager
@@ -23,17 +30,45 @@ def cloned(spark: "SparkSession") -> "Iterator[SparkSession]":
         return
     session = clone()  # Spark Connect
     session.client.set_retry_policies(spark.client.get_retry_policies())
-    # The client binds server-side objects, such as checkpoints, to the thread's active session; no public API sets it.
-    thread = type(session)._active_session  # noqa: SLF001
+    try:
+        with active(session):
+            yield session
+    finally:
+        with suppress(PySparkException):
+            session.client.release_session()
+        session.client.close()
+
+
+@contextmanager
+def active(session: "SparkSession") -> "Iterator[SparkSession]":
+    """Make `session` the thread's active one for the block: a Connect client binds what it keeps on the server, as checkpoints, to it."""
+    if not hasattr(session, "cloneSession"):  # a classic session
+        yield session
+        return
+    connect: Any = type(session)
+    thread = connect._active_session  # noqa: SLF001 (no public API sets it)
     before = getattr(thread, "session", None)
     thread.session = session
     try:
         yield session
     finally:
         thread.session = before
-        with suppress(PySparkException):
-            session.client.release_session()
-        session.client.close()
+
+
+def set_conf(session: "SparkSession", conf: Mapping[str, str]) -> None:
+    """Set options of a session; on a Connect server in one request instead of one for each."""
+    at_once = getattr(session.conf, "_set_all", None)
+    if at_once is not None:
+        at_once(dict(conf), silent=False)
+        return
+    for name, value in conf.items():
+        session.conf.set(name, value)
+
+
+def to_arrow(rows: "DataFrame") -> "pa.Table":
+    """Return the rows as a Connect server sends them; `toArrow` there asks for the schema first, which analyzes the plan once more."""
+    received = getattr(rows, "_to_table", None)
+    return rows.toArrow() if received is None else received()[0]
 
 
 def retry_briefly(session: "SparkSession") -> None:

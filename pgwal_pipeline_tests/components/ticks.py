@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import dagster as dg
+from dagster._core.definitions.definitions_load_context import DefinitionsLoadContext, DefinitionsLoadType
 from dagster._core.remote_origin import InProcessCodeLocationOrigin
 from dagster._core.scheduler.instigation import TickData
 from dagster._core.test_utils import create_test_daemon_workspace_context, freeze_time
@@ -47,8 +48,14 @@ class SensorDaemon:
 
 @contextmanager
 def sensor_daemon(instance: dg.DagsterInstance) -> Iterator[SensorDaemon]:
-    """The sensors of `pgwal_pipeline.definitions` in `instance`, with this process's environment."""
+    """The sensors of `pgwal_pipeline.definitions` in `instance`, with this process's environment.
+
+    Dagster keeps the state that it loads in a context of the process: afterwards it is as before, and the next test has none of it.
+    """
     target = LoadableTargetOrigin(executable_path=sys.executable, module_name=definitions.__name__)
     origin = InProcessCodeLocationOrigin(target, location_name="pgwal_pipeline")
-    with create_test_daemon_workspace_context(InProcessWorkspaceLoadTarget(origin), instance) as context:
+    with (
+        DefinitionsLoadContext.scoped(DefinitionsLoadContext(DefinitionsLoadType.INITIALIZATION)),
+        create_test_daemon_workspace_context(InProcessWorkspaceLoadTarget(origin), instance) as context,
+    ):
         yield SensorDaemon(instance, context, time.time())

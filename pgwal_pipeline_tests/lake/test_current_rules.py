@@ -17,7 +17,7 @@ from pgwal_pipeline.lake.current import Traits, merge, replace
 from pgwal_pipeline_tests.lake.model import COLUMNS, KEY, KEYS, WINDOW_BYTES, WINDOW_TIME, Case, write_raw, write_snapshot
 from pgwal_pipeline_tests.lake.publishing import GENERATION, merge_request, replace_request, rows_of
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("several_parts")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("several_parts"), pytest.mark.usefixtures("either_size")]
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

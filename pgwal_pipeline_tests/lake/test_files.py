@@ -17,7 +17,7 @@ ORDERS = TableName("shop", "orders")
 
 
 def found(rows: int | None) -> Files:
-    return Files("/raw", StructType([]), "_pgwal_window", (), (), rows)
+    return Files("/raw", StructType([]), "_pgwal_window", (), (), rows, 0)
 
 
 def test_windows_end_after_the_first_lsn_and_up_to_the_last(tmp_path: Path) -> None:

@@ -244,3 +244,14 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, monkeypatc
     EngineFolder.of("a").path.chmod(0o777)
     with pytest.raises(PgwalError, match="others may write to it"):
         EngineFolder.of("a")
+
+
+def test_a_folder_that_was_removed_by_half_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pgwal_pipeline.spark.engine_folder.user_cache", lambda: tmp_path)
+    folder = EngineFolder.of("a")
+    for part in ("clients", "owners"):
+        (folder.path / part).rmdir()
+    folder.clear_if_dead()
+    assert folder.clients() == ([], [])
+    assert list(folder.owners()) == []
+    assert EngineFolder.all() == [folder]

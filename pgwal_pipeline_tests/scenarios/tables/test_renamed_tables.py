@@ -77,7 +77,7 @@ def test_renamed_tables(source: Source, pipeline: Pipeline) -> None:
     names["public.other"] = "public.one"
     report = pipeline.drain()
     _assert_same_tables(pipeline, before, names)
-    assert any("public.taken_old: it was public.taken before" in warning for warning in report.warnings)
+    assert any("public.taken_old: it was renamed from public.taken" in warning for warning in report.warnings)
     assert [str(table) for table in snapshots.needed(pipeline.settings)] == ["public.taken"]
     converge(pipeline)
     pipeline.assert_current(*names.values())
