@@ -9,13 +9,15 @@ import json
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 import pyarrow as pa
+import pyarrow.fs as pafs
 from deltalake import write_deltalake
 from deltalake.exceptions import CommitFailedError
 
 from pgwal_pipeline.lake.delta import ATTEMPTS, Clash, commit, create_table, crowded, ensure_table, lake_errors, open_table
-from pgwal_pipeline.lake.layout import Lake, storage_options
+from pgwal_pipeline.lake.layout import Lake, filesystem, remove_file, storage_options
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, new_file_name, plain_schema, plain_tables
 from pgwal_pipeline.lake.records import FileWrite
 from pgwal_pipeline.lake.schema import changed_type, check_columns, fitted, partitioned_schema
@@ -98,10 +100,14 @@ class SnapshotWriter:
                 with lake_errors(self._uri):
                     self._commit(staged.schema, staged.files, creating)
         except BaseException:
-            for file in staged.files:
-                discard_file(self._lake, f"{self._folder}/{file.path}")
+            self.discard(staged)
             raise
         return ChunkWrite(sum(file.rows for file in staged.files), sum(file.size for file in staged.files))
+
+    def discard(self, staged: "Staged") -> None:
+        """Remove the files of an attempt that is not to be committed."""
+        for file in staged.files:
+            discard_file(self._lake, f"{self._folder}/{file.path}")
 
     def begin(self, schema: pa.Schema, *, create: bool = True) -> None:
         """Create the snapshot table with the columns of `schema`, or add those it lacks. If a type differs (table altered), empty it.
@@ -221,3 +227,24 @@ def remove_generations(lake: Lake, location: TableName, gone: Collection[str]) -
                 continue
             return
         raise crowded(uri)
+
+
+def remove_unfinished(lake: Lake, location: TableName, before: datetime) -> int:
+    """Remove the files older than `before` that a process left behind which died before it made the snapshot table; return how many.
+
+    Where there is a table, its vacuum removes them. Raises LakeError.
+    """
+    if open_table(lake, lake.snapshot(location)) is not None:
+        return 0
+    with lake_errors(lake.snapshot(location)):
+        found = filesystem(lake.uri).get_file_info(
+            pafs.FileSelector(lake.layer_path("snapshot", location), recursive=True, allow_not_found=True)
+        )
+        gone = [file.path for file in found if _is_ours(file) and file.mtime < before]
+        for path in gone:
+            remove_file(lake.uri, path)
+    return len(gone)
+
+
+def _is_ours(file: pafs.FileInfo) -> bool:
+    return file.type == pafs.FileType.File and f"/{GENERATION}=" in file.path and file.base_name.startswith("part-")

@@ -18,7 +18,7 @@ from pgwal_pipeline.lake.raw import ensure_raw_table
 from pgwal_pipeline.lake.snapshots import SnapshotWriter, Staged
 from pgwal_pipeline.messages.errors import SourceUnavailable, TableError
 from pgwal_pipeline.messages.progress import Progress
-from pgwal_pipeline.pipeline.reading_states import altered, begun, first_of, whole
+from pgwal_pipeline.pipeline.reading_states import altered, begun, begun_state, first_of, whole
 from pgwal_pipeline.pipeline.reports import SnapshotReport
 from pgwal_pipeline.pipeline.slot_watch import SlotWatch
 from pgwal_pipeline.pipeline.table_rows import Range, TableRows
@@ -67,17 +67,14 @@ class SmallTable:
         """Return whether the table still has to be read."""
         return not (self.read or self.busy or self.error)
 
+    def discard(self) -> None:
+        """Remove the files that were written of the table."""
+        if self.writer is not None and self.staged is not None:
+            self.writer.discard(self.staged)
+
     def report(self) -> SnapshotReport:
         """Return what was read of the table."""
         return SnapshotReport(self.state.table, self.chunk.rows, self.chunk.bytes, 1, self.seconds, self.began)
-
-
-def begun_state(seen: TableState, published: PublishedTable) -> TableState:
-    """Return the state of a table of which a new reading begins."""
-    # A table in error must not be published meanwhile: the changes that raw lacks are only in its new rows.
-    visible = "ready" if seen.published is not None and seen.state != "error" else "snapshotting"
-    relation = published.relation
-    return replace(seen, state=visible, reason=None, reading=uuid.uuid4().hex, joined_xid=None, relation=relation, key=relation.key)
 
 
 @dataclass
@@ -95,7 +92,8 @@ class SmallTables:
     def run(self) -> list[SnapshotReport]:
         """Read the tables that can be read together, record them as whole and report them.
 
-        The fault of one is its `error`; one that is locked, or larger than it seemed, is `busy`.
+        The fault of one is its `error`; one that is locked, or larger than it seemed, is `busy`. Files that are not committed are removed
+        if the reading ends with an error; vacuum removes those of a process that died.
         """
         self._amend(self.tables, lambda known, table: None if altered(known, table.seen) else begun(known, table.state))
         count = min(self.settings.snapshot_workers, len(self.tables))
@@ -148,20 +146,38 @@ class SmallTables:
             table.error = copy.TableChanged(str(name), f"Table {name} was altered while it was read; it is read again.")
 
     def _read_part(self, tables: Sequence[SmallTable]) -> None:
-        """Read tables in one transaction; those that are left in a new one where the connection broke."""
+        """Read tables in one transaction; those that are left in a new one where the connection broke, the one that it broke at last."""
+        left = list(tables)
         for attempt in range(_ATTEMPTS):
-            left = [table for table in tables if table.open]
             broken = self._attempt(left) if left else None
             if broken is None or self._stopped:
                 return
+            at, error = broken
             if attempt == _ATTEMPTS - 1:
-                raise broken
-            self.progress.warn(f"Small tables are read again: {broken}")
+                raise error
+            self.progress.warn(f"Small tables are read again: {error}")
+            left = [*(table for table in left if table.open and table is not at), at]
             time.sleep(_PAUSE * 2**attempt)
 
-    def _attempt(self, tables: Sequence[SmallTable]) -> SourceUnavailable | None:
-        """Read, commit and record tables; returns the error with which the connection broke."""
-        broken, staged = None, list[SmallTable]()
+    def _attempt(self, tables: Sequence[SmallTable]) -> tuple[SmallTable, SourceUnavailable] | None:
+        """Read, commit and record tables; returns the table at which the connection broke, and the error."""
+        staged = list[SmallTable]()
+        try:
+            broken = self._stage_all(tables, staged)
+        except BaseException:
+            for table in staged:
+                table.discard()
+            raise
+        side_by_side(self._commit, staged)
+        failpoints.hit("snapshot.before_chunk_record")
+        committed = [table for table in staged if table.error is None]
+        self.ledger.record_chunks([table.chunk for table in committed])
+        for table in committed:
+            table.read = True
+        return broken
+
+    def _stage_all(self, tables: Sequence[SmallTable], staged: list[SmallTable]) -> tuple[SmallTable, SourceUnavailable] | None:
+        """Write the files of tables, adding each to `staged`, until the connection breaks or the reading is stopped."""
         ranges = [table.range for table in tables]
         with TableRows(self.settings.dsn, ranges, largest_row=self.settings.largest_row, most_bytes=most_bytes(self.settings)) as rows:
             for number, table in enumerate(tables):
@@ -176,15 +192,8 @@ class SmallTables:
                 except TableError as error:
                     table.error = error
                 except SourceUnavailable as error:
-                    broken = error
-                    break
-        side_by_side(self._commit, staged)
-        failpoints.hit("snapshot.before_chunk_record")
-        committed = [table for table in staged if table.error is None]
-        self.ledger.record_chunks([table.chunk for table in committed])
-        for table in committed:
-            table.read = True
-        return broken
+                    return table, error
+        return None
 
     def _stage(self, table: SmallTable, rows: TableRows, number: int) -> None:
         table.began = time.time()

@@ -6,7 +6,7 @@ Values leave Postgres as the text that their types' output functions write. The 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,6 +19,7 @@ from pgwal_pipeline.messages.errors import PgwalError, SourceRefused, SourceUnav
 from pgwal_pipeline.postgres.catalog import Connection, insert_lsn, resolve_types
 from pgwal_pipeline.postgres.dsn import BYTES_AS_THEY_ARE, connect, copying_connection, translate
 from pgwal_pipeline.postgres.key_order import BORROWED_SQL, KeyOrder, key_order
+from pgwal_pipeline.postgres.table_locks import from_item, lock_free_ones, locked
 from pgwal_pipeline.postgres.transactions import begin_snapshot, wait_for_transactions
 from pgwal_pipeline.values.relation import PgType, Relation, quote_ident
 
@@ -43,8 +44,9 @@ _TEXTUAL = frozenset({25, 114, 1042, 1043})  # text, json, char(n), varchar: the
 _SETTINGS = "SET row_security = off; SET jit = off; SET lock_timeout = '60s'"
 # Whoever wants to alter one of several tables waits until all of them are read.
 _SETTINGS_TOGETHER = "SET row_security = off; SET jit = off; SET lock_timeout = '1s'"
+_LOCAL = "SET LOCAL row_security = off; SET LOCAL lock_timeout = '60s'"
 # A bound is found by a walk along the index; with wrong statistics the planner may prefer to sort the whole table.
-_ALONG_THE_INDEX = "SET LOCAL row_security = off; SET LOCAL jit = off; SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
+_ALONG_THE_INDEX = f"{_LOCAL}; SET LOCAL jit = off; SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class TableChanged(TableError):
 
 
 class TableBusy(SourceUnavailable):
-    """Raised if a table cannot be read in one transaction with others, as another session has locked it or an index of it."""
+    """Raised if a table is not read in one transaction with others: it is not small, or another session has locked it or an index of it."""
 
 
 def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> Iterator[ChunkBounds]:
@@ -86,7 +88,7 @@ def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> It
     is one chunk. Each bound costs a walk along the index over one chunk, and is looked up when the iterator gets to it. A table without a
     key is cut into ranges of blocks, to be read under one snapshot (`exported_snapshot`); on a standby, which exports none, it is one
     chunk. `conn` must not be inside a transaction. Raises TableError if the role may not read the table, TableChanged if it differs
-    from `relation`, and for other errors the one that `dsn.translate` returns.
+    from `relation`, TableLocked if it is locked for a minute, and for other errors the one that `dsn.translate` returns.
     """
     lower = None
     if not relation.key:
@@ -96,7 +98,7 @@ def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> It
             lower = upper
     else:
         try:
-            source = _source(conn, relation)
+            source = from_item(conn, relation)
             order = key_order(conn, relation) if _estimated_rows(conn, source) >= rows_per_chunk else None
             if order is not None:
                 bound = _next_bound(conn, source, order, None, rows_per_chunk)
@@ -148,12 +150,13 @@ def estimated_size(conn: Connection, relation: Relation) -> tuple[int, int]:
     Raises TableError and TableChanged as `plan_chunks` does.
     """
     try:
-        size = conn.execute(
-            """SELECT coalesce(sum(pg_catalog.pg_table_size(relid)), pg_catalog.pg_table_size(%(oid)s::oid::regclass))::int8
-               FROM pg_catalog.pg_partition_tree(%(oid)s::oid::regclass)""",
-            {"oid": relation.oid},
-        ).fetchall()[0][0]
-        return round(_estimated_rows(conn, _source(conn, relation))), size or 0
+        size = _set_and_ask(
+            conn,
+            _LOCAL,
+            f"""SELECT coalesce(sum(pg_catalog.pg_table_size(relid)), pg_catalog.pg_table_size({relation.oid}::oid::regclass))::int8
+                FROM pg_catalog.pg_partition_tree({relation.oid}::oid::regclass)""",
+        )[0][0]
+        return round(_estimated_rows(conn, from_item(conn, relation))), size or 0
     except psycopg2.Error as error:
         raise _read_error(error, relation, conn) from error
 
@@ -187,10 +190,10 @@ class ChunkReader:
         others stay locked until the transaction ends, so none is altered or truncated between the snapshot and its read. Raises
         SourceUnavailable if the connection breaks.
         """
-        locked: list[Relation] = []
+        free: list[Relation] = []
 
         def lock() -> None:
-            locked[:] = self._locked(list(relations))
+            free[:] = lock_free_ones(self._conn, list(relations))
 
         self._together = True
         try:
@@ -201,24 +204,11 @@ class ChunkReader:
                 """SELECT t.oid, CASE WHEN pg_catalog.to_regclass(t.name)::oid::int8 = t.oid
                                       THEN pg_catalog.pg_table_size(t.oid::oid::regclass) END
                    FROM unnest(%s::int8[], %s::text[]) t (oid, name)""",
-                [[relation.oid for relation in locked], [str(relation.table) for relation in locked]],
+                [[relation.oid for relation in free], [str(relation.table) for relation in free]],
             ).fetchall()
         except psycopg2.Error as error:
             raise translate(error, "reading small tables") from error
         return frozenset(oid for oid, size in sizes if size is not None and size <= most_bytes)
-
-    def _locked(self, relations: Sequence[Relation]) -> list[Relation]:
-        """Lock tables without waiting, and return those of `relations` for which that succeeded."""
-        if not relations:
-            return []
-        names = ", ".join(f"ONLY {relation.table}" for relation in relations)
-        try:
-            self._conn.execute(f"SAVEPOINT pgwal; LOCK TABLE {names} IN ACCESS SHARE MODE NOWAIT; RELEASE pgwal".encode())
-        except psycopg2.Error:
-            self._conn.execute(b"ROLLBACK TO pgwal; RELEASE pgwal")
-            half = len(relations) // 2
-            return self._locked(relations[:half]) + self._locked(relations[half:]) if half else []
-        return list(relations)
 
     def read(
         self,
@@ -238,8 +228,8 @@ class ChunkReader:
         table (`catalog.published_tables`): rows that are not in the stream must not be in the snapshot.
 
         Raises TableError if rows cannot be read (no SELECT, row-level security that would hide some, a row of more than `largest_row`
-        bytes, or another error of the source about this table), TableChanged if the table differs from `relation` now, TableBusy for a lock
-        after `begin_together`, SourceUnavailable if the read broke off.
+        bytes, or another error of the source about this table), TableChanged if the table differs from `relation` now, TableLocked if it is
+        locked (TableBusy after `begin_together`), SourceUnavailable if the read broke off.
         """
         conn = self._conn
         try:
@@ -261,7 +251,7 @@ class ChunkReader:
                 )
         except psycopg2.Error as error:
             if self._together and isinstance(error, errors.LockNotAvailable):
-                raise TableBusy(f"Table {relation.table} is locked.") from error
+                raise TableBusy(f"Table {relation.table} is locked; it is read by itself.") from error
             raise _read_error(error, relation, conn) from error
         return ChunkRead(self._snapshot, rows, size, lsn)
 
@@ -294,7 +284,7 @@ def _copy_statement(conn: Connection, relation: Relation, bounds: ChunkBounds, b
     if row_filter is not None:
         conditions.append(f"({row_filter})")
     where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
-    return f"COPY (SELECT {', '.join(fields)} FROM {_source(conn, relation)}{where}) TO STDOUT (FORMAT binary)"
+    return f"COPY (SELECT {', '.join(fields)} FROM {from_item(conn, relation)}{where}) TO STDOUT (FORMAT binary)"
 
 
 def _fields(conn: Connection, relation: Relation, binary: Collection[int]) -> list[str]:
@@ -403,7 +393,7 @@ def _copy_out(
 
 def _estimated_rows(conn: Connection, source: str) -> float:
     """Return the planner's estimate of the rows. It counts the table's current pages and needs no statistics."""
-    plan = _set_and_ask(conn, "SET LOCAL row_security = off", f"EXPLAIN (FORMAT JSON) SELECT FROM {source}")[0][0]
+    plan = _set_and_ask(conn, _LOCAL, f"EXPLAIN (FORMAT JSON) SELECT FROM {source}")[0][0]
     return float(plan[0]["Plan"]["Plan Rows"])
 
 
@@ -440,12 +430,6 @@ def _set_and_ask(conn: Connection, settings: str, query: str) -> list[tuple[Any,
     return conn.execute(f"{settings}; {query}".encode()).fetchall()
 
 
-def _source(conn: Connection, relation: Relation) -> str:
-    """Return the FROM item for the table's rows. ONLY for a plain table: tables that inherit from it are separate tables."""
-    kind = conn.execute("SELECT relkind::text FROM pg_catalog.pg_class WHERE oid = %s", [relation.oid]).fetchall()
-    return str(relation.table) if kind and kind[0][0] == "p" else f"ONLY {relation.table}"
-
-
 # The errors of a statement that waited for its table while the table was altered: other names, or values of other types.
 _ALTERED = (
     errors.UndefinedTable,
@@ -479,6 +463,8 @@ def _read_error(error: psycopg2.Error, relation: Relation, conn: Connection) -> 
             f"Table {table} holds text that the source cannot write as UTF-8 ({error.diag.message_primary}); "
             f"correct it there, then run `pgwal resnapshot '{table}'`.",
         )
+    if isinstance(error, errors.LockNotAvailable):
+        return locked(relation, "another session")
     found = translate(error, f"reading table {table}")
     if not isinstance(found, SourceRefused):
         return found
