@@ -181,6 +181,7 @@ def test_a_table_that_waits_holds_up_nobody(source: Source, pipeline: Pipeline) 
 
 def test_a_table_altered_in_each_reading_gets_pauses(source: Source, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     made(source)
+    source.sql("ANALYZE a, b, c")
     pipeline.settings = pipeline.settings.model_copy(update={"snapshot_chunk_rows": 10})  # none is small then, each is read by itself
     drains.bootstrap(pipeline.settings, progress=Silent())
     read = table_chunks.TableChunks.run
