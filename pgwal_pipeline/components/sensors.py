@@ -61,7 +61,7 @@ def build_lag_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:
         name=source.named("wal_lag"),
         description="Requests a sync when the slot lags by PGWAL_LAG_THRESHOLD, or a commit is unread for PGWAL_MAX_STALENESS.",
         jobs=[jobs.sync, jobs.publish],
-        minimum_interval_seconds=max(5, min(30, round(source.settings.max_staleness / 3))),
+        minimum_interval_seconds=max(1, min(20, round(source.settings.max_staleness / 3))),
         default_status=dg.DefaultSensorStatus.RUNNING,
         required_resource_keys={source.slot_key},
     )
