@@ -105,5 +105,5 @@ def _write(dsn: str, commits: list[tuple[int, float]], over: threading.Event) ->
                 return
             table, first = number % _TABLES, number * 7 % (_ROWS - _CHANGES) + 1
             conn.execute(f"UPDATE t{table} SET a = a + 1 WHERE id >= {first} AND id < {first + _CHANGES}".encode())
-            (lsn,) = conn.execute(b"SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn").fetchone()
+            ((lsn,),) = conn.execute(b"SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn").fetchall()
             commits.append((int(lsn), time.monotonic()))
