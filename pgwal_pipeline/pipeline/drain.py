@@ -92,15 +92,15 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
 
 def _kept(error: SourceUnavailable) -> str:
     """Return a sentence about the transactions that came whole before the connection broke and are not read again."""
-    came: list[Window | WindowRead] = []
+    received: list[Window | WindowRead] = []
     if isinstance(error, StreamBroke):
-        came = [*error.complete, *([] if error.kept is None else [error.kept])]
-    if not came:
+        received = [*error.complete, *([] if error.kept is None else [error.kept])]
+    if not received:
         return "No transaction had come whole."
-    rows = sum(write.rows for window in came for write in (window.tables if isinstance(window, Window) else window.writes))
+    rows = sum(write.rows for window in received for write in (window.tables if isinstance(window, Window) else window.writes))
     return (
-        f"What came whole is kept: {rows:,} rows of {sum(window.transactions for window in came):,} transactions, up to "
-        f"{format_lsn(came[-1].end_lsn)}, read in {sum(window.seconds['drain'] for window in came):.1f} s."
+        f"What came whole is kept: {rows:,} rows of {sum(window.transactions for window in received):,} transactions, up to "
+        f"{format_lsn(received[-1].end_lsn)}, read in {sum(window.seconds['drain'] for window in received):.1f} s."
     )
 
 

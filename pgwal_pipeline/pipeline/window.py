@@ -39,8 +39,9 @@ Describe = Callable[[RelationMessage], Relation | None]
 
 
 class StreamBroke(SourceUnavailable):
-    """The stream ended in the middle of a window. `kept` holds the whole transactions received by then, as a shorter window; None if there is none.
+    """The stream ended in the middle of a window.
 
+    `kept` holds the transactions received whole by then, as a shorter window; None if there are none.
     `complete` are the windows before it on the same stream that are complete in the ledger.
     """
 
