@@ -80,9 +80,8 @@ def start(wanted: EngineSettings) -> None:
 def attach(wanted: EngineSettings, say: Callable[[str], None]) -> str:
     """Return the address of a new session in the engine for `wanted`, with the token.
 
-    The engine is started if need be, and one that cannot be used is replaced.
-
-    `say` gets a line before a start. The session is released when this process ends. Raises LakeError if the engine does not start.
+    The engine is started if need be, and one that cannot be used is replaced. `say` gets a line before a start. The session
+    is released when this process ends. Raises LakeError if the engine does not start.
     """
     folder, session_id = wanted.folder, str(uuid.uuid4())
     # Registered before the record is read: from then on the engine does not end for want of use.
