@@ -82,10 +82,6 @@ class CdcSource:
         """The tags of the job that reads tables whole."""
         return {SNAPSHOT_TAG: self.tag}
 
-    def knows(self, table: TableName) -> bool:
-        """Return whether the definitions have assets for the table."""
-        return any(known.table == table for known in self.tables)
-
 
 def op_safe(specs: Sequence[dg.AssetSpec]) -> tuple[list[dg.AssetSpec], dict[dg.AssetKey, dg.AssetKey]]:
     """Return the specs with stand-in keys (see `stand_ins`) where needed, and the real key of each stand-in."""
@@ -164,7 +160,7 @@ def hint_unknown(context: StepContext, source: CdcSource, tables: Iterable[Table
 
     settings = slot_of(context, source).settings
     locations = {state.oid: state.location for state in Ledger(Lake(settings.lake)).tables().values() if state.followed}
-    unknown = [table for table in sorted(tables) if not source.knows(table)]
+    unknown = sorted({*tables} - {known.table for known in source.tables})
     if unknown:
         listed = printable(", ".join(map(str, unknown)))
         context.log.warning(f"Captured, but not yet among the definitions: {listed}. Reload the code location to see them as assets.")

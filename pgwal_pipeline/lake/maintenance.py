@@ -37,12 +37,12 @@ class Pruned:
 
 
 def raised(error: TableError) -> None:
-    """Raise the error of a table that cannot be tidied up (the default for `refused`)."""
+    """Raise the error of a table that cannot be compacted, vacuumed or pruned (the default for `refused`)."""
     raise error
 
 
 Refused = Callable[[TableError], None]
-"""Takes the error of a table that cannot be tidied up by its own fault; the others go on."""
+"""Takes the error of a table that cannot be compacted, vacuumed or pruned by its own fault; the others go on."""
 
 
 def prune_raw(lake: Lake, ledger: Ledger, older_than: datetime, published_lsn: int, refused: Refused = raised) -> Pruned:

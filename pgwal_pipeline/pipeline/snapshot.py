@@ -164,7 +164,7 @@ def _rejoin(ledger: Ledger, conn: Connection, locations: Collection[TableName], 
     joined_xid, raw_from = next_xid(conn), catalog.insert_lsn(conn)
 
     def joining(state: TableState) -> TableState:
-        unread = replace(state.mended(), state="pending", generation=None, reading=None, published=None)
+        unread = replace(state.without_error(), state="pending", generation=None, reading=None, published=None)
         return replace(unread, failures=state.failures, joined_xid=joined_xid, raw_from=raw_from, rereads=state.rereads + by_itself)
 
     ledger.amend_tables(lambda known: [joining(state) for state in known.values() if state.location in locations and state.followed])
@@ -314,12 +314,12 @@ class _TableRead:
                 for chunk in chunks:
                     pending.add(pool.submit(self._read_chunk, chunk, writer, exported))
                     self._show(estimate, complete=False)
-                    self.watch.look()
+                    self.watch.check()
                 while pending:
                     finished, pending = wait(pending, _CHECK_EVERY, FIRST_COMPLETED)
                     done += [future.result() for future in finished]
                     self._show(estimate, complete=not pending)
-                    self.watch.look()
+                    self.watch.check()
             finally:
                 self._stop.set()
                 self._planning.cancel()
@@ -395,5 +395,5 @@ def _begun(known: TableState, state: TableState) -> TableState:
 
 def _whole(known: TableState, state: TableState, required_lsn: int) -> TableState:
     """Return the table's state once every chunk has been read; what a drain has recorded of its columns meanwhile stays."""
-    whole = replace(known.mended(), state="ready", reading=None, joined_xid=None)
+    whole = replace(known.without_error(), state="ready", reading=None, joined_xid=None)
     return replace(whole, generation=state.reading, required_lsn=required_lsn)
