@@ -59,7 +59,7 @@ def _parse_conf(value: Any) -> Any:
 
 
 def _may_hold_secret(name: str, value: str) -> bool:
-    """Return whether an error must not repeat the value: any value of some settings, of others what looks like an address or a DSN."""
+    """Return whether an error must not repeat the value: any value of some settings, of others what has the form of an address or a DSN."""
     return name in _SECRET or "://" in value or "=" in value
 
 

@@ -39,7 +39,7 @@ _SESSION_CONF: Mapping[str, str] = {
     "spark.sql.parquet.datetimeRebaseModeInWrite": "CORRECTED",
     "spark.sql.parquet.int96RebaseModeInRead": "CORRECTED",
     "spark.sql.parquet.int96RebaseModeInWrite": "CORRECTED",
-    # A window's key is text, even if it looks like a number.
+    # A window's key is text, even if it has the form of a number.
     "spark.sql.sources.partitionColumnTypeInference.enabled": "false",
     "spark.sql.adaptive.enabled": "true",
     "spark.databricks.delta.properties.defaults.enableDeletionVectors": "true",
