@@ -314,7 +314,7 @@ def _replace(
             whole, lacking = _with_events(source, snapshot, raw, types, request)
         whole = _with_dropped(whole, shape, _read(session, path) if request.keep else None, request.keep)
     properties = {"delta.enableDeletionVectors": "true", GENERATION: request.generation, **_readable(_HISTORY_HOURS)}
-    properties |= _features({field.name: field.dataType.simpleString() for field in whole.schema.fields})
+    properties |= delta_features({field.name: field.dataType.simpleString() for field in whole.schema.fields})
     with table_failures(shape, lambda: lacking):
         writer = whole.writeTo(statements.table_at(path)).using("delta").options(**fence)
         for name, value in properties.items():
@@ -401,14 +401,14 @@ def _widen(session: "SparkSession", path: str, shape: Shape, wanted: StructType,
         return False
     table = open_current(path)
     has = {} if table is None else table.metadata().configuration
-    lacking = {name: value for name, value in _features(types).items() if has.get(name) != value}
+    lacking = {name: value for name, value in delta_features(types).items() if has.get(name) != value}
     if lacking:
         session.sql(statements.set_properties(path, lacking)).collect()
     session.sql(statements.add_columns(path, types, shape.columns)).collect()
     return True
 
 
-def _features(types: Mapping[str, str]) -> dict[str, str]:
+def delta_features(types: Mapping[str, str]) -> dict[str, str]:
     """The table properties that these columns (name to Delta type) need: Delta does not enable a table feature by itself."""
     properties = {}
     if any("timestamp_ntz" in kind for kind in types.values()):

@@ -48,6 +48,8 @@ class TableDataset(pads.Dataset):
         with lake_errors(path):
             self._schema = _arrow_schema(table)
             fields = json.loads(table.schema().to_json())["fields"]
+        self.delta_types: Mapping[str, Any] = {field["name"]: field["type"] for field in fields}
+        """The columns' types as Delta's log writes them."""
         self._stored = {field["name"]: field["metadata"].get("delta.columnMapping.physicalName", field["name"]) for field in fields}
         self._stored_schema = pa.schema([field.with_name(self._stored[field.name]) for field in self._schema])
 
@@ -132,6 +134,9 @@ class TableDataset(pads.Dataset):
     def _promise(self, statistics: Mapping[str, Any], columns: Sequence[str]) -> pads.Expression:
         """What the log's statistics say of all rows of a file, about these columns."""
         promise = pads.scalar(True)
+        for name in self._partitions:
+            value = statistics[f"partition.{name}"]
+            promise &= pads.field(name).is_null() if value is None else pads.field(name) == pa.scalar(value, self._schema.field(name).type)
         for name in columns:
             kind, stored, field = self._schema.field(name).type, self._stored[name], pads.field(name)
             low, high = statistics.get(f"min.{stored}"), statistics.get(f"max.{stored}")
@@ -141,6 +146,11 @@ class TableDataset(pads.Dataset):
             bounds = (field >= pa.scalar(low, kind)) & (field <= pa.scalar(high, kind))
             promise &= bounds if statistics.get(f"null_count.{stored}") == 0 else bounds | field.is_null()
         return promise
+
+    @cached_property
+    def _partitions(self) -> list[str]:
+        """The columns by which the table is partitioned; their values are in the log, not in the files."""
+        return self._table.metadata().partition_columns
 
     @cached_property
     def _files(self) -> list[_File]:
