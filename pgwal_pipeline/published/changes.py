@@ -92,7 +92,7 @@ class Changes:
             for name, at in places.items():
                 connection.register(name, TableDataset(at.path, at.version))
             query = self._query(net.DUCKDB).format(**{name: name for name in places})
-            found = connection.execute(query).to_arrow_table()
+            found = connection.sql(query).to_arrow_table()
         own = [(net.CHANGE, pa.string()), (net.FIRST_LSN, pa.int64()), (net.LAST_LSN, pa.int64())]
         return found.cast(pa.schema([*self._newer.schema, *(pa.field(*column) for column in own)]))
 

@@ -80,11 +80,7 @@ def duckdb(tables: Mapping[TableName, tuple[str, int]]) -> "DuckDBPyConnection":
     """
     datasets = side_by_side(lambda at: TableDataset(*at), list(tables.values()))
     connection = empty_duckdb()
-    shown: set[tuple[str, str]] = set()
-    for number, (name, dataset) in enumerate(zip(tables, datasets, strict=True)):
-        if (folded := (name.schema.lower(), name.name.lower())) not in shown:
-            shown.add(folded)
-            show(connection, name, dataset, number)
+    show_all(connection, dict(zip(tables, datasets, strict=True)))
     return connection
 
 
@@ -92,16 +88,34 @@ def empty_duckdb() -> "DuckDBPyConnection":
     """Return a connection to an empty database in memory, where a name is a table, never a variable of the caller's."""
     import duckdb as engine
 
-    return engine.connect(":memory:", config={"TimeZone": "UTC", "python_enable_replacements": "false"})
+    connection = engine.connect(":memory:", config={"autoinstall_known_extensions": "false"})
+    connection.execute("SET TimeZone = 'UTC'")
+    connection.execute("SET python_enable_replacements = false")
+    return connection
+
+
+def show_all(connection: "DuckDBPyConnection", datasets: Mapping[TableName, TableDataset]) -> None:
+    """Make each dataset a view `"schema"."table"` of the connection; of names that differ only in case the first has one."""
+    shown: set[tuple[str, str]] = set()
+    for number, (name, dataset) in enumerate(datasets.items()):
+        if (folded := (name.schema.lower(), name.name.lower())) not in shown:
+            shown.add(folded)
+            show(connection, name, dataset, number)
 
 
 def show(connection: "DuckDBPyConnection", name: TableName, dataset: Any, number: int) -> None:
     """Make `dataset` a view `"schema"."table"` of the connection; `number` is its own there."""
     hidden = f"{RESERVED}{number}"
     connection.register(hidden, dataset)
-    connection.execute(f"CREATE SCHEMA IF NOT EXISTS {_quoted(name.schema)}")
-    connection.execute(f"CREATE VIEW {_quoted(name.schema)}.{_quoted(name.name)} AS FROM {_quoted(hidden)}")
+    connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quoted(name.schema)}")
+    connection.execute(f"CREATE VIEW {view_of(name)} AS FROM {quoted(hidden)}")
 
 
-def _quoted(name: str) -> str:
+def view_of(name: TableName) -> str:
+    """Return the name of a table's view in SQL."""
+    return f"{quoted(name.schema)}.{quoted(name.name)}"
+
+
+def quoted(name: str) -> str:
+    """Return a name quoted for DuckDB."""
     return '"' + name.replace('"', '""') + '"'
