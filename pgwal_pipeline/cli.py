@@ -329,7 +329,7 @@ def as_of(when: str, as_json: bool) -> None:
 @click.argument("sql", required=False, metavar="[SQL]")
 @click.option("--tables", "list_tables", is_flag=True, help="List the published tables with their columns, instead of a query.")
 @click.option("--as-of", "when", default="latest", metavar="WHEN", help="The newest publish at or before an LSN or a time.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a row, each on a line.")
+@_json_option
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV with a header.")
 @_command
 def query(sql: str | None, list_tables: bool, when: str, as_json: bool, as_csv: bool) -> None:
@@ -350,7 +350,7 @@ def query(sql: str | None, list_tables: bool, when: str, as_json: bool, as_csv: 
             click.echo(line)
         return
     with queries.rows_of(state, sql) as rows:
-        for text in written.rows(rows, style):
+        for text in written.rows(rows, state.lsn, style):
             click.echo(text, nl=False)
 
 

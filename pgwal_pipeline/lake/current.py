@@ -23,6 +23,7 @@ from pgwal_pipeline.lake.standing import (
     FENCE,
     GENERATION,
     generation,
+    hours_since,
     last_output_rows,
     open_current,
     row_count,
@@ -189,10 +190,15 @@ def optimize(spark: "SparkSession", path: str) -> int:
     return version(path)
 
 
-def vacuum(spark: "SparkSession", path: str, retention_hours: float) -> None:
-    """Delete the files that no version of the last `retention_hours` needs. Older versions cannot be read afterwards."""
+def vacuum(spark: "SparkSession", path: str, retention_hours: float, oldest: int | None = None) -> None:
+    """Delete the files that no version of the last `retention_hours` needs. Older versions cannot be read afterwards.
+
+    A version counts for as long as it is the newest. `oldest` is one that has to stay readable, however old it is: a table that does not
+    change has the same version for months, and readers refuse one that is older than the table's log is kept.
+    """
     with isolated(spark, conf_for(written_rows(path))) as session, failures(path):
-        _keep_readable(session, path, max(math.ceil(retention_hours), _HISTORY_HOURS))
+        age = 0.0 if oldest is None else hours_since(path, oldest)
+        _keep_readable(session, path, math.ceil(max(retention_hours, age) + _HISTORY_HOURS))
         session.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
         # With true, Delta ignores RETAIN and takes the table's property.
         session.conf.set("spark.databricks.delta.vacuum.retentionWindowIgnore.enabled", "false")

@@ -5,7 +5,7 @@ query does not need are left unread: by the statistics in the table's log, then 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -73,18 +73,19 @@ class TableDataset(pads.Dataset):
         filter: pads.Expression | None = None,  # noqa: A002 - Arrow's name for it
         batch_size: int = _BATCH_ROWS,
         **options: Any,
-    ) -> pads.Scanner:
-        """Return a scanner of the rows of `filter`, with `columns` or all of them. It can be read once."""
+    ) -> Any:
+        """Return a scanner of the rows of `filter`, with `columns` or all of them: Arrow's own, or one that works like it."""
         if isinstance(columns, Mapping):
-            return pads.Scanner.from_batches(self._batches(None, filter, batch_size), schema=self._schema, columns=dict(columns))
+            of_none = pads.dataset(self._schema.empty_table()).scanner(columns=dict(columns))
+            return _Scan(of_none.projected_schema, lambda: self._projected(columns, filter, batch_size))
         wanted = list(self._schema.names) if columns is None else list(columns)
         if not self.is_mapped and not self._kept:
             with lake_errors(self._path):
                 return self._of(self._fragments(filter)).scanner(columns=wanted, filter=filter, batch_size=batch_size, **options)
-        schema = pa.schema([self._schema.field(name) for name in wanted])
         if not wanted:
             return self._counted(filter, batch_size)
-        return pads.Scanner.from_batches(self._batches(wanted, filter, batch_size), schema=schema)
+        schema = pa.schema([self._schema.field(name) for name in wanted])
+        return _Scan(schema, lambda: self._batches(wanted, filter, batch_size))
 
     def get_fragments(self, filter: pads.Expression | None = None) -> Iterator[pads.Fragment]:  # noqa: A002 - Arrow's name for it
         """Refuse: a file's rows are not all the table's. Raises NotImplementedError."""
@@ -92,10 +93,17 @@ class TableDataset(pads.Dataset):
 
     def _counted(self, filter: pads.Expression | None, batch_size: int) -> pads.Scanner:  # noqa: A002
         """A scanner that only has a number of rows."""
-        first = self._schema.names[:1]
-        rows = sum(batch.num_rows for batch in self._batches(first, filter, batch_size))
-        nulls = pa.table({"rows": pa.nulls(rows)})
-        return pads.dataset(nulls).scanner(columns=[])
+        rows = sum(batch.num_rows for batch in self._batches(self._schema.names[:1], filter, batch_size))
+        return pads.dataset(pa.table({"rows": pa.nulls(rows)})).scanner(columns=[])
+
+    def _projected(
+        self,
+        columns: Mapping[str, pads.Expression],
+        filter: pads.Expression | None,  # noqa: A002
+        batch_size: int,
+    ) -> Iterator[pa.RecordBatch]:
+        for batch in self._batches(None, filter, batch_size):
+            yield from pads.dataset(pa.Table.from_batches([batch])).scanner(columns=dict(columns)).to_batches()
 
     def _batches(self, columns: list[str] | None, filter: pads.Expression | None, batch_size: int) -> Iterator[pa.RecordBatch]:  # noqa: A002
         wanted = list(self._schema.names) if columns is None else columns
@@ -170,6 +178,38 @@ class TableDataset(pads.Dataset):
         masks = (chunk.values.slice(chunk.offsets[n].as_py(), chunk.offsets[n + 1].as_py() - chunk.offsets[n].as_py())
                  for chunk in found["selection_vector"].chunks for n in range(len(chunk)))  # fmt: skip
         return {name: mask.to_numpy(zero_copy_only=False) for name, mask in zip(names, masks, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """What readers use of Arrow's Scanner, over batches that are made as they are asked for.
+
+    Arrow's own would make them ahead, in threads that do not end with the reader: they would still run Python when the process exits.
+    """
+
+    projected_schema: pa.Schema
+    batches: Callable[[], Iterator[pa.RecordBatch]]
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        return pa.RecordBatchReader.from_batches(self.projected_schema, self.batches())
+
+    def to_batches(self) -> Iterator[pa.RecordBatch]:
+        return self.batches()
+
+    def to_table(self) -> pa.Table:
+        return pa.Table.from_batches(self.batches(), self.projected_schema)
+
+    def head(self, num_rows: int) -> pa.Table:
+        found, rows = [], 0
+        for batch in self.batches():
+            found.append(batch)
+            rows += batch.num_rows
+            if rows >= num_rows:
+                break
+        return pa.Table.from_batches(found, self.projected_schema).slice(0, num_rows)
+
+    def count_rows(self) -> int:
+        return sum(batch.num_rows for batch in self.batches())
 
 
 def _arrow_schema(table: Any) -> pa.Schema:

@@ -1,4 +1,4 @@
-"""Write rows as text: a table for people, CSV, or a JSON object a line. Rows are written as they come, so there may be any number."""
+"""Write rows as text: a table for people, CSV, or one JSON object. Rows are written as they come, so there may be any number."""
 
 import csv
 import io
@@ -18,29 +18,35 @@ Style = Literal["table", "csv", "json"]
 _WIDEST = 60  # characters of a value in a table
 
 
-def rows(reader: "pa.RecordBatchReader", style: str) -> Iterator[str]:
-    """Yield the text of the rows of `reader`, piece by piece. In a table each piece has columns as wide as its values need."""
+def rows(reader: "pa.RecordBatchReader", lsn: str, style: Style) -> Iterator[str]:
+    """Yield the text of the rows of `reader`, piece by piece; `lsn` is where they stand.
+
+    As JSON the pieces make one object. In a table each piece has columns as wide as its values need.
+    """
     names = list(reader.schema.names)
-    if style == "csv":
+    if style == "json":
+        yield f'{{"lsn": {json.dumps(lsn)}, "columns": {json.dumps(names, ensure_ascii=False)}, "rows": ['
+    elif style == "csv":
         yield _csv([names])
     count = 0
     for batch in reader:
         columns = [column.to_pylist() for column in batch.columns]
-        found = list(zip(*columns, strict=True)) if columns else [()] * batch.num_rows
+        found = list(zip(*columns, strict=True))
         if style == "json":
-            yield "".join(json.dumps(dict(zip(names, map(_as_json, row), strict=True)), ensure_ascii=False) + "\n" for row in found)
+            objects = (json.dumps(dict(zip(names, map(_as_json, row), strict=True)), ensure_ascii=False) for row in found)
+            yield ("," if count and found else "") + ",".join("\n" + one for one in objects)
         elif style == "csv":
             yield _csv([["" if value is None else _as_text(value) for value in row] for row in found])
         elif found:
-            yield _aligned(names if not count else None, names, [["" if value is None else _as_text(value) for value in row] for row in found])
+            yield _aligned(None if count else names, names, [["" if value is None else _as_text(value) for value in row] for row in found])
         count += len(found)
-    if style == "table":
-        if not count:
-            yield _aligned(names, names, [])
-        yield f"({count:,} row{'' if count == 1 else 's'})\n"
+    if style == "json":
+        yield "\n]}\n"
+    elif style == "table":
+        yield ("" if count else _aligned(names, names, [])) + f"({count:,} row{'' if count == 1 else 's'} at {lsn})\n"
 
 
-def tables(found: Mapping[str, Mapping[str, Any]], lsn: str, style: str) -> Iterator[str]:
+def tables(found: Mapping[str, Mapping[str, Any]], lsn: str, style: Style) -> Iterator[str]:
     """Yield the lines of a listing of tables with their columns, as `published.query.table_columns` has them."""
     if style == "json":
         yield json.dumps({"lsn": lsn, "tables": found}, ensure_ascii=False)
