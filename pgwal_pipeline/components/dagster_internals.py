@@ -41,9 +41,7 @@ def configure_logging_once(instance: dg.DagsterInstance) -> None:
     instance.get_yaml_python_handlers = lambda: handlers
 
 
-def agreed_in_run(
-    instance: dg.DagsterInstance, run: dg.DagsterRun, what: str, proposal: tuple[str, str] | None = None
-) -> dict[str, str]:
+def agreed_in_run(instance: dg.DagsterInstance, run: dg.DagsterRun, what: str, proposal: tuple[str, str] | None = None) -> dict[str, str]:
     """Return what the steps of a run have agreed on: by subject, the value that was written down first in the run's log.
 
     `proposal` (a subject and a value) is written down before. So steps that run side by side in processes of their own get the same answer.

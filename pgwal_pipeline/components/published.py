@@ -31,7 +31,7 @@ _LOOKED_AT = 50  # materializations in which the last reading is looked for
 class PublishedLake(dg.ConfigurableResource):
     """The published tables of a lake, of which all steps of a run read the same versions."""
 
-    lake: str | None = Field(None, description="Folder or s3://bucket/prefix of the lake; PGWAL_LAKE where it is left out.")
+    lake: str | None = Field(default=None, description="Folder or s3://bucket/prefix of the lake; PGWAL_LAKE where it is left out.")
 
     @property
     def settings(self) -> Settings:
@@ -50,10 +50,8 @@ class PublishedLake(dg.ConfigurableResource):
         from pgwal_pipeline.published.state import open_state
 
         settings, step = self.settings, context.step_context if isinstance(context, dg.InputContext) else context
-        if as_of is not None or step is None:
-            state = open_state(settings, as_of or "latest")
-        else:
-            state = _state_of_run(settings, step)
+        alone = as_of is not None or step is None
+        state = open_state(settings, as_of or "latest") if alone else _state_of_run(settings, step)
         assets = () if step is None else _assets_of(step)
         if not assets:
             return state

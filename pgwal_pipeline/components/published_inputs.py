@@ -24,7 +24,7 @@ class PublishedTableIOManager(dg.ConfigurableIOManager):
     pandas.DataFrame. It stores no outputs.
     """
 
-    lake: str | None = Field(None, description="Folder or s3://bucket/prefix of the lake; PGWAL_LAKE where it is left out.")
+    lake: str | None = Field(default=None, description="Folder or s3://bucket/prefix of the lake; PGWAL_LAKE where it is left out.")
     _connections: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def load_input(self, context: dg.InputContext) -> Any:

@@ -58,7 +58,8 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
     """Prune raw windows that are older than PGWAL_RAW_RETENTION, published, and needed by no table; then maintain every table's files.
 
     The versions of `current` that a publish names can be read for PGWAL_AS_OF_RETENTION, and for a day at least. A table whose maintenance
-    fails is left as it is, with a warning. `current` is left out, with a warning, if a publish runs for longer than PGWAL_BUSY_TIMEOUT. Raises LakeError.
+    fails is left as it is, with a warning. `current` is left out, with a warning, if a publish runs for longer than PGWAL_BUSY_TIMEOUT.
+    Raises LakeError.
     """
     lake = Lake(settings.lake)
     ledger = Ledger(lake)

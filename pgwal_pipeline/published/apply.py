@@ -69,8 +69,8 @@ def _require_joined(path: str, changes: Changes, stands_at: int | None) -> None:
         )
     if changes.since_lsn > stands_at:
         raise PgwalError(
-            f"{path} has the changes of {changes.table} up to {format_lsn(stands_at)}, and these begin at {changes.since}; take those since "
-            f"{format_lsn(stands_at)}."
+            f"{path} has the changes of {changes.table} up to {format_lsn(stands_at)}, and these begin at {changes.since}; take those "
+            f"since {format_lsn(stands_at)}."
         )
 
 

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.dataset as pads
 
 from pgwal_pipeline.lake.delta import open_table
@@ -74,7 +73,7 @@ class Changes:
         tables = {"raw": raw, "newer": _spark_table(session, self.newer)}
         if self.older is not None:
             tables["older"] = _spark_table(session, self.older)
-        return session.sql(self._query(net.SPARK), **tables)
+        return session.sql(self._query(net.SPARK), **tables)  # pyright: ignore[reportArgumentType] (the tables that the query names)
 
     def arrow(self) -> pa.Table:
         """Return the changes as an Arrow table in memory."""
@@ -84,9 +83,9 @@ class Changes:
             return rows.append_column(net.FIRST_LSN, rows[COMMIT_LSN]).append_column(net.LAST_LSN, rows[COMMIT_LSN])
         if self.history:
             rows = TableDataset(self.raw.path, self.raw.version).to_table(filter=_of_span(self.span))
-            at = rows.select([COMMIT_LSN, ORDINAL, OP])  # Arrow does not sort every type of column itself
-            order = pc.sort_indices(at, [(COMMIT_LSN, "ascending"), (ORDINAL, "ascending"), (OP, "ascending")])
-            return pa.Table.from_batches(rows.to_batches(), rows.schema).take(order)
+            at = rows.select([COMMIT_LSN, ORDINAL, OP]).append_column("at", pa.array(range(rows.num_rows), pa.int64()))
+            order = at.sort_by([(COMMIT_LSN, "ascending"), (ORDINAL, "ascending"), (OP, "ascending")])["at"]
+            return rows.take(order)
         with readers.empty_duckdb() as connection:
             places = {"raw": self.raw, "newer": self.newer, **({} if self.older is None else {"older": self.older})}
             for name, at in places.items():

@@ -63,6 +63,11 @@ class TableDataset(pads.Dataset):
         """Whether columns have other names in the files than in the table."""
         return any(stored != name for name, stored in self._stored.items())
 
+    @property
+    def bytes(self) -> int:
+        """What the table's files take."""
+        return sum(file.statistics["size_bytes"] for file in self._files)
+
     def files(self, filter: pads.Expression | None = None) -> list[str]:  # noqa: A002 - Arrow's name for it
         """Return the files that may have rows of `filter`, by the log's statistics; their paths are relative to the table."""
         return [fragment.path for fragment in self._fragments(filter)]

@@ -37,7 +37,7 @@ def rows_of(state: PublishedState, sql: str) -> "Iterator[pa.RecordBatchReader]"
 
 
 def table_columns(state: PublishedState) -> dict[str, dict[str, Any]]:
-    """Return the published tables by name: rows (about, from the log) and columns with their types, as `pgwal query --tables` prints them."""
+    """Return the published tables by name, each with its columns and their types, as `pgwal query --tables` prints them."""
     datasets = side_by_side(lambda at: TableDataset(at.path, at.version), list(state.tables.values()))
     found = {}
     for name, dataset in zip(state.tables, datasets, strict=True):

@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from pgwal_pipeline.lake.delta import lake_errors, side_by_side
 from pgwal_pipeline.lake.layout import storage_options
 from pgwal_pipeline.messages.errors import LakeError
@@ -12,7 +15,6 @@ from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
     import polars as pl
-    import pyarrow as pa
     from duckdb import DuckDBPyConnection
     from pyspark.sql import DataFrame, SparkSession
 
@@ -20,14 +22,12 @@ TEXT_OF = f"{TEXT}_"
 """What the name of a column begins with that has the texts of another one's values."""
 
 
-def _hold_less(schema: "pa.Schema") -> list[str]:
+def _hold_less(schema: pa.Schema) -> list[str]:
     """The columns that cannot hold every value of Postgres: `_pgwal_text` may have their values' text."""
     from pyarrow import types as kinds
 
     def holds_less(kind: Any) -> bool:
-        return (
-            kinds.is_date(kind) or kinds.is_timestamp(kind) or kinds.is_decimal(kind) or kinds.is_list(kind) or kinds.is_string(kind)
-        )
+        return kinds.is_date(kind) or kinds.is_timestamp(kind) or kinds.is_decimal(kind) or kinds.is_list(kind) or kinds.is_string(kind)
 
     return [field.name for field in schema if holds_less(field.type) and not field.name.startswith(RESERVED)]
 
@@ -58,10 +58,8 @@ def polars(path: str, version: int, text: bool) -> "pl.LazyFrame":
     return frame.with_columns(pl.col(TEXT).map.get(name).alias(TEXT_OF + name) for name in _hold_less(dataset.schema))
 
 
-def arrow(dataset: TableDataset, columns: Sequence[str] | None, text: bool) -> "pa.Table":
+def arrow(dataset: TableDataset, columns: Sequence[str] | None, text: bool) -> pa.Table:
     """Return the rows of `dataset` with `columns` or all of them. Raises LakeError for a column that the table lacks."""
-    import pyarrow.compute as pc
-
     unknown = [name for name in columns or () if name not in dataset.schema.names]
     if unknown:
         raise LakeError(f"The table has no column {unknown[0]!r}; it has {', '.join(dataset.schema.names)}.")
@@ -69,7 +67,9 @@ def arrow(dataset: TableDataset, columns: Sequence[str] | None, text: bool) -> "
     texts = [name for name in _hold_less(dataset.schema) if name in wanted] if text else []
     rows = dataset.to_table(columns=[*wanted, *([TEXT] if texts and TEXT not in wanted else [])])
     for name in texts:
-        rows = rows.append_column(TEXT_OF + name, pc.map_lookup(rows[TEXT], name, "first"))
+        rows = rows.append_column(
+            TEXT_OF + name, pc.call_function("map_lookup", [rows[TEXT]], pc.MapLookupOptions(pa.scalar(name), "first"))
+        )
     return rows.select([*wanted, *(TEXT_OF + name for name in texts)])
 
 

@@ -127,7 +127,9 @@ class PublishedState:
         from pgwal_pipeline.published.changes import find_changes
 
         at = self._read(name)
-        return find_changes(self.settings, self.ledger, self.publish, TableName.parse(name), TablePointer(*at), self._lsn_of(since), history)
+        return find_changes(
+            self.settings, self.ledger, self.publish, TableName.parse(name), TablePointer(*at), self._lsn_of(since), history
+        )
 
     def _lsn_of(self, since: "str | PublishedState | None") -> int | None:
         if since is None:

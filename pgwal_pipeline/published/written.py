@@ -106,7 +106,9 @@ def _as_json(value: Any) -> Any:
         return _moment(value)
     if isinstance(value, date | Decimal):
         return str(value)
-    return "\\x" + value.hex() if isinstance(value, bytes) else value if value is None or isinstance(value, str | int | float) else str(value)
+    return (
+        "\\x" + value.hex() if isinstance(value, bytes) else value if value is None or isinstance(value, str | int | float) else str(value)
+    )
 
 
 def _moment(value: datetime) -> str:

@@ -178,12 +178,12 @@ def test_without_a_run_it_is_the_newest(shop: Shop) -> None:
     assert lake.state(dg.build_asset_context()).lsn == "0/200"
 
 
-def test_inputs_are_loaded_as_they_are_annotated(shop: Shop, instance: dg.DagsterInstance, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_are_loaded_as_they_are_annotated(
+    shop: Shop, instance: dg.DagsterInstance, spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pgwal_pipeline.spark.session.spark_session", lambda settings: spark)
     found: dict[str, Any] = {}
-    orders, lines = (
-        dg.AssetIn(["prefix", "current", "shop", table.name], input_manager_key="tables") for table in _TABLES
-    )
+    orders, lines = (dg.AssetIn(["prefix", "current", "shop", table.name], input_manager_key="tables") for table in _TABLES)
 
     @dg.asset(ins={"orders": orders})
     def by_spark(orders: DataFrame) -> None:

@@ -9,7 +9,6 @@ from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.published.changes import Changes
 from pgwal_pipeline.published.state import PublishedState, open_state
 from pgwal_pipeline_tests.pipelines import Pipeline
-from pgwal_pipeline_tests.support import Source
 
 
 @pytest.fixture
@@ -82,7 +81,9 @@ def pl_id(value: int) -> Any:
 
 
 def test_truncate_deletes_what_was_there(things: Pipeline, spark: Any) -> None:
-    before = _goes_on(things, "DELETE FROM t WHERE id = 1", "INSERT INTO t VALUES (9, 'lost', '')", "TRUNCATE t", "INSERT INTO t VALUES (2, 'new', '')")
+    before = _goes_on(
+        things, "DELETE FROM t WHERE id = 1", "INSERT INTO t VALUES (9, 'lost', '')", "TRUNCATE t", "INSERT INTO t VALUES (2, 'new', '')"
+    )
     changes = open_state(things.settings).changes("public.t", since=before)
     assert _found(changes, spark) == [
         (1, "delete", None),

@@ -48,7 +48,7 @@ def _typed(*words: str) -> str:
 
 
 def test_rows_of_the_newest_publish_and_of_an_older_one(state: PublishedState) -> None:
-    answer = json.loads(_typed("SELECT count(*) AS n, max(o.id) AS id FROM orders o JOIN shop.\"Order Lines\" l USING (id)", "--json"))
+    answer = json.loads(_typed('SELECT count(*) AS n, max(o.id) AS id FROM orders o JOIN shop."Order Lines" l USING (id)', "--json"))
     assert answer == {"lsn": "0/200", "columns": ["n", "id"], "rows": [{"n": 25_000, "id": 24_999}]}
     older = json.loads(_typed("SELECT count(*) AS n FROM public.orders", "--json", "--as-of", "2026-01-31T12:00:30Z"))
     assert older == {"lsn": "0/100", "columns": ["n"], "rows": [{"n": 1}]}
@@ -62,7 +62,12 @@ def test_many_rows_come_whole_in_each_style(state: PublishedState) -> None:
     lines = list(csv.reader(_typed(sql, "--csv").splitlines()))
     assert (lines[0], lines[8], len(lines)) == (["id", "paid", "odd"], ["7", "", "nan"], 25_001)
     table = _typed(sql).splitlines()
-    assert (table[0].split(), table[2].split(), table[-1], len(table)) == (["id", "paid", "odd"], ["0", "nan"], "(25,000 rows at 0/200)", 25_003)
+    assert (table[0].split(), table[2].split(), table[-1], len(table)) == (
+        ["id", "paid", "odd"],
+        ["0", "nan"],
+        "(25,000 rows at 0/200)",
+        25_003,
+    )
     assert json.loads(_typed("SELECT * FROM orders WHERE id < 0", "--json"))["rows"] == []
     assert _typed("SELECT 1 AS one WHERE false").splitlines() == ["one", "---", "(0 rows at 0/200)"]
 

@@ -88,7 +88,10 @@ def test_what_the_state_says_of_itself(published: Pipeline) -> None:
     assert (state.publish.lsn, state.published_at) == (newest.lsn, newest.published_at)
     assert list(state.tables) == [_TABLE, "public.t"]
     path, version = state.tables["public.t"]
-    assert (path, version) == (newest.tables[next(name for name in newest.tables if name.name == "t")].path, state.tables["public.t"].version)
+    assert (path, version) == (
+        newest.tables[next(name for name in newest.tables if name.name == "t")].path,
+        state.tables["public.t"].version,
+    )
     assert open_state(published.settings, state.lsn).publish == newest
     first = published.ledger.publishes()[0]
     assert open_state(published.settings, first.published_at.isoformat()).publish == first
@@ -104,7 +107,9 @@ def test_a_table_that_is_not_published_says_why_and_since_when(published: Pipeli
     before = datetime.now(UTC).isoformat(timespec="seconds")
     published.sync()
     later = open_state(published.settings)
-    with pytest.raises(LakeError, match=rf"public\.t is not in the publish at {later.lsn}, nor in any since {later.lsn} of 20.*gone") as told:
+    with pytest.raises(
+        LakeError, match=rf"public\.t is not in the publish at {later.lsn}, nor in any since {later.lsn} of 20.*gone"
+    ) as told:
         later.polars("public.t")
     assert str(told.value).split(" of ")[1][:25] >= before[:25]
     with pytest.raises(LakeError, match="it was published later"):
