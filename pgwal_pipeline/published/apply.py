@@ -10,7 +10,7 @@ from pgwal_pipeline.lake.columns import key_parts, null_of, quote
 from pgwal_pipeline.lake.current import delta_features
 from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.isolation import failures, isolated
-from pgwal_pipeline.lake.layout import storage_options
+from pgwal_pipeline.lake.layout import Lake, storage_options
 from pgwal_pipeline.lake.statements import add_columns, set_properties, table_at
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.published.changes import Changes
@@ -34,7 +34,9 @@ def apply_changes(session: "SparkSession", target_path: str, changes: Changes, k
     """
     if changes.history:
         raise PgwalError(f"The history of {changes.table} cannot be applied; take its net changes, without history=True.")
-    table, marker = _open(target_path), f"pgwal/{changes.table}"
+    table = _open(target_path)
+    # By where the table is in the lake, which stays when it is renamed.
+    marker = f"pgwal/{Lake(changes.settings.lake).relative(changes.newer.path)}"
     stands_at = None if table is None else table.transaction_version(marker)
     if table is not None and stands_at is not None and stands_at >= changes.until_lsn:
         return table.version()

@@ -39,7 +39,8 @@ def _made_earlier(path: str, version: int, days: int) -> None:
             action["commitInfo"]["timestamp"] -= days * 86_400_000
     commit.write_text("".join(json.dumps(action) + "\n" for action in actions))
     commit.with_name(f".{commit.name}.crc").unlink(missing_ok=True)
-    os.utime(commit, (time.time() - days * 86_400,) * 2)
+    then = time.time() - days * 86_400
+    os.utime(commit, (then, then))
 
 
 def test_what_a_publish_names_stays_readable_however_old_the_version_is(pipeline: Pipeline, spark: Any) -> None:
