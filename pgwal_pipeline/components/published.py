@@ -78,7 +78,7 @@ def _state_of_run(settings: Settings, step: Any) -> "PublishedState":
     """The publish that all steps of a run read; the newest if there is no run."""
     from pgwal_pipeline.published.state import open_state
 
-    instance, run_id = _instance_of(step), getattr(step, "run_id", None)
+    instance, run_id = _instance_of(step), _run_id_of(step)
     run = None if instance is None or run_id is None else instance.get_run_by_id(run_id)
     if instance is None or run is None:
         return open_state(settings)
@@ -101,6 +101,13 @@ def _instance_of(step: Any) -> "dg.DagsterInstance | None":
     try:
         return step.instance
     except (AttributeError, dg.DagsterInvariantViolationError):
+        return None
+
+
+def _run_id_of(step: Any) -> str | None:
+    try:
+        return (step.run if isinstance(step, dg.AssetExecutionContext | dg.OpExecutionContext) else step.dagster_run).run_id
+    except (AttributeError, dg.DagsterError):
         return None
 
 

@@ -54,6 +54,11 @@ class TableDataset(pads.Dataset):
         self._stored_schema = pa.schema([field.with_name(self._stored[field.name]) for field in self._schema])
 
     @property
+    def path(self) -> str:
+        """Where the table is."""
+        return self._path
+
+    @property
     def schema(self) -> pa.Schema:
         """The table's columns."""
         return self._schema

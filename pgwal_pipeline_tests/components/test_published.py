@@ -58,7 +58,10 @@ def instance() -> Iterator[dg.DagsterInstance]:
 
 def _job(shop: Shop, *assets: Any) -> dg.JobDefinition:
     resources = {"lake": PublishedLake(lake=shop.lake.uri), "tables": PublishedTableIOManager(lake=shop.lake.uri)}
-    return dg.Definitions(assets=assets, resources=resources, jobs=[dg.define_asset_job("marts")]).resolve_job_def("marts")
+    made = {key for asset in assets for key in asset.keys}
+    tables = {key: dg.AssetSpec(key) for asset in assets for key in asset.dependency_keys if key not in made}
+    job = dg.define_asset_job("marts", selection=sorted(made))
+    return dg.Definitions(assets=[*assets, *tables.values()], resources=resources, jobs=[job]).resolve_job_def("marts")
 
 
 def _reading(shop: Shop, publishing: bool = True) -> tuple[list[tuple[str, int]], dg.JobDefinition]:
