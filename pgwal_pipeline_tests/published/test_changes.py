@@ -1,12 +1,17 @@
 """Changes between two publishes: net by key, in their order, or the whole table with the reason."""
 
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow.dataset as pads
 import pytest
 
 from pgwal_pipeline.messages.errors import PgwalError
+from pgwal_pipeline.published.apply import apply_changes
 from pgwal_pipeline.published.changes import Changes
+from pgwal_pipeline.published.dataset import TableDataset
 from pgwal_pipeline.published.state import PublishedState, open_state
 from pgwal_pipeline_tests.pipelines import Pipeline
 
@@ -68,16 +73,10 @@ def test_one_row_a_key_with_its_newest_values(things: Pipeline, spark: Any) -> N
         (40, "insert", "v4"),
     ]
     assert changes.polars().filter(pl.col("id") == 40).select(pl.col("big").str.len_bytes()).collect().item() == 5000
-    one = changes.arrow().filter(pl_id(1)).to_pylist()[0]
+    one = changes.arrow().filter(pads.field("id") == 1).to_pylist()[0]
     assert one["_pgwal_first_lsn"] < one["_pgwal_last_lsn"] == one["_pgwal_commit_lsn"]
     assert _found(state.changes("public.t", since=before.lsn), spark) == _found(changes, spark)
     assert _found(state.changes("public.t", since=state), spark) == []
-
-
-def pl_id(value: int) -> Any:
-    import pyarrow.dataset as pads
-
-    return pads.field("id") == value
 
 
 def test_truncate_deletes_what_was_there(things: Pipeline, spark: Any) -> None:
@@ -138,3 +137,72 @@ def test_what_was_pruned_from_raw_is_no_hole(things: Pipeline) -> None:
     state = open_state(things.settings)
     _whole(state.changes("public.t", since=before), "pruned from raw", 6)
     assert state.changes("public.t", since=between).arrow().num_rows == 1
+
+
+def _target(path: str) -> list[tuple[Any, ...]]:
+    rows = TableDataset(path).to_table().to_pylist()
+    return sorted((row["id"], row["v"], row.get("more")) for row in rows)
+
+
+def test_a_table_of_ones_own_is_brought_along_once_for_each_change(things: Pipeline, spark: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "target")
+    first = open_state(things.settings)
+    with pytest.raises(PgwalError, match="has no rows of public.t yet"):
+        apply_changes(spark, path, _later(things, "UPDATE t SET v = 'a' WHERE id = 1").changes("public.t", since=first))
+    assert apply_changes(spark, path, first.changes("public.t")) == 0
+    second = open_state(things.settings)
+    changes = second.changes("public.t", since=first)
+    version = apply_changes(spark, path, changes)
+    assert apply_changes(spark, path, changes) == version  # a run that died after the merge, and is repeated
+    assert apply_changes(spark, path, first.changes("public.t")) == version  # and one that is older
+    third = _later(
+        things, "ALTER TABLE t ADD more timestamp", "INSERT INTO t VALUES (7, 'v7', '', '2026-01-31')", "DELETE FROM t WHERE id = 2"
+    )
+    fourth = _later(things, "TRUNCATE t", "INSERT INTO t VALUES (3, 'last', '', null)")
+    with pytest.raises(PgwalError, match=rf"up to {second.lsn}, and these begin at {third.lsn}; take those since {second.lsn}"):
+        apply_changes(spark, path, fourth.changes("public.t", since=third))
+    apply_changes(spark, path, third.changes("public.t", since=first))  # more than it lacks does no harm
+    moment = datetime(2026, 1, 31)  # noqa: DTZ001
+    assert _target(path) == [(1, "a", None), *((number, f"v{number}", None) for number in (3, 4, 5, 6)), (7, "v7", moment)]
+    apply_changes(spark, path, fourth.changes("public.t", since=third), key=["id"])
+    assert _target(path) == [(3, "last", None)]
+    with pytest.raises(PgwalError, match="The history of public.t cannot be applied"):
+        apply_changes(spark, path, fourth.changes("public.t", since=third, history=True))
+
+
+def _later(pipeline: Pipeline, *statements: str) -> PublishedState:
+    """The state after the statements."""
+    _goes_on(pipeline, *statements)
+    return open_state(pipeline.settings)
+
+
+def test_a_renamed_table_is_the_same_one(things: Pipeline, spark: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "target")
+    before = open_state(things.settings)
+    apply_changes(spark, path, before.changes("public.t"))
+    things.source.sql("ALTER TABLE t RENAME TO u; UPDATE u SET v = 'new' WHERE id = 1")
+    things.sync()
+    changes = open_state(things.settings).changes("public.u", since=before)
+    assert not changes.complete, changes.reason
+    apply_changes(spark, path, changes)
+    assert _target(path)[0] == (1, "new", None)
+
+
+def test_keys_that_their_columns_cannot_hold_stay_apart(pipeline: Pipeline, spark: Any, tmp_path: Path) -> None:
+    pipeline.source.sql("CREATE TABLE t (id date, n numeric(5,2), v text, PRIMARY KEY (id, n))")
+    pipeline.source.sql(
+        "INSERT INTO t VALUES ('infinity', 1, 'a'), ('-infinity', 1, 'b'), ('infinity', 'NaN', 'c'), ('2026-01-01', 1, 'd')"
+    )
+    pipeline.sync()
+    before = open_state(pipeline.settings)
+    state = _later(pipeline, "UPDATE t SET v = 'new' WHERE id = 'infinity' AND n = 1", "DELETE FROM t WHERE n = 'NaN'")
+    changes = state.changes("public.t", since=before)
+    found = [(dict(row["_pgwal_text"]), row["_pgwal_change"], row["v"]) for row in changes.arrow().to_pylist()]
+    assert sorted(found, key=repr) == [
+        ({"id": "infinity", "n": "NaN"}, "delete", None),
+        ({"id": "infinity"}, "update", "new"),
+    ]
+    path = str(tmp_path / "target")
+    apply_changes(spark, path, before.changes("public.t"))
+    apply_changes(spark, path, changes)
+    assert sorted(TableDataset(path).to_table()["v"].to_pylist()) == ["b", "d", "new"]
