@@ -68,6 +68,11 @@ class CdcSource:
         return self.named("spark")
 
     @property
+    def lake_key(self) -> str:
+        """The key of the PublishedLake resource."""
+        return self.named("lake")
+
+    @property
     def tag(self) -> str:
         """The value of this source's run tags."""
         return f"{self.name}.{self.settings.slot}" if self.name else self.settings.slot
