@@ -7,7 +7,7 @@ from rich.console import Console
 
 from bench.report import RESULTS, Result, save, show
 
-NAMES = ("drain", "tables", "memory", "publish", "snapshot", "catch_up", "latency", "help")
+NAMES = ("drain", "tables", "memory", "publish", "snapshot", "first_reading", "catch_up", "latency", "help")
 
 
 @click.command()
@@ -19,8 +19,8 @@ def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
 
     drain: 800,000 changes, against pg_recvlogical. tables: the same changes over 50 tables and in one. memory: one transaction of 5 million
     rows and one of 1 million. publish: 100,000 changed keys into a million rows, against a hand-written MERGE. snapshot: 3 million rows,
-    against COPY. catch_up: 2 GB of WAL in one, two and three windows, one round. latency: from a
-    commit to `current` under `dagster dev`, 400 changes a second for five minutes. help: the time of `pgwal --help`.
+    against COPY. first_reading: 1,000 tables of 100 rows, and 300. catch_up: 2 GB of WAL in one, two and three windows, one round. latency:
+    from a commit to `current` under `dagster dev`, 400 changes a second for five minutes. help: the time of `pgwal --help`.
     """
     console = Console()
     for name in names or NAMES:
@@ -55,6 +55,10 @@ def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:
             from bench.snapshots import against_copy
 
             return lambda: against_copy(size(3_000_000), rounds)
+        case "first_reading":
+            from bench.snapshots import many_small_tables
+
+            return lambda: many_small_tables((round(300 * scale), round(1000 * scale)), rounds)
         case "catch_up":
             from bench.catch_up import in_windows
 

@@ -28,6 +28,9 @@ print(json.dumps({"seconds": time.perf_counter() - began, "rows": sum(table.rows
 """
 
 
+_SMALL_ROWS = 100
+
+
 def against_copy(rows: int, rounds: int) -> Result:
     """Measure reading a table of `rows` rows and ten columns into the lake in chunks against one discarded `COPY … TO STDOUT`."""
     ours, theirs, memory = [], [], []
@@ -50,6 +53,23 @@ def against_copy(rows: int, rounds: int) -> Result:
         Measure(f"memory at {rows * 10 // 3:,} rows", "MB", (peaks[1],)),
     )
     return Result("snapshot", f"{rows:,} rows of 10 columns", measures, copied.median / read.median, "rate of the snapshot / rate of COPY")
+
+
+def many_small_tables(counts: tuple[int, int], rounds: int) -> Result:
+    """Measure the first reading of many tables of 100 rows and ten columns, of a smaller and a larger number of them."""
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
+    with server() as postgres:
+        for count in counts:
+            dsn = make_database(postgres, f"small_{count}")
+            with plain_session(dsn) as conn:
+                for table in make_tables(dsn, count):
+                    conn.execute(f"INSERT INTO {table} SELECT {values('n')} FROM generate_series(1::bigint, {_SMALL_ROWS}) n".encode())
+                conn.execute(b"VACUUM ANALYZE")
+            for number in range(rounds):
+                seconds[count].append(_snapshot(dsn, count * _SMALL_ROWS, f"small_{count}_{number}")[0])
+    few, many = (Measure(f"{count:,} tables", "s", tuple(seconds[count])) for count in counts)
+    ratio = (many.median / counts[1]) / (few.median / counts[0])
+    return Result("first_reading", f"tables of {_SMALL_ROWS} rows", (few, many), ratio, "time a table of many / of few")
 
 
 def _filled(postgres: Postgres, name: str, rows: int) -> str:

@@ -19,7 +19,7 @@ from psycopg2.extensions import make_dsn, parse_dsn
 
 from pgwal_pipeline.embedded.postgres import Installation, Postgres
 from pgwal_pipeline.postgres.connection import Connection, plain_session
-from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, read_chunk
+from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, ChunkReader
 from pgwal_pipeline.values.relation import Relation
 
 # Fast rather than safe: a test's data need not live through a power cut. Commits still wait for their flush: only flushed WAL is decoded.
@@ -248,6 +248,20 @@ def _drop_slot(admin: Connection, slot: str) -> bool:
     except psycopg2.errors.ObjectInUse:
         return False
     return True
+
+
+def read_chunk(
+    dsn: str,
+    relation: Relation,
+    bounds: ChunkBounds,
+    on_rows: Callable[[bytearray, list[int]], None],
+    *,
+    exported_snapshot: str | None = None,
+    **options: Any,
+) -> ChunkRead:
+    """Read one range in a transaction of its own."""
+    with ChunkReader(dsn, exported_snapshot) as reader:
+        return reader.read(relation, bounds, on_rows, **options)
 
 
 def copy_messages(dsn: str, relation: Relation, bounds: ChunkBounds, **options: Any) -> tuple[ChunkRead, list[bytes]]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Field, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
-from deltalake.transaction import AddAction, RemoveAction
+from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from pgwal_pipeline.lake.layout import Lake, storage_options
 from pgwal_pipeline.lake.parquet import flush, make_folder
@@ -119,6 +119,37 @@ def ensure_table(
                 raise
             return table
     raise crowded(uri)
+
+
+def create_table(
+    lake: Lake,
+    uri: str,
+    schema: Schema,
+    actions: Sequence[AddAction],
+    *,
+    partition_by: Sequence[str] = (),
+    configuration: Mapping[str, str | None] | None = None,
+) -> None:
+    """Create a Delta table that has the files of `actions` from its first version on. Raises CommitFailedError if there is one by now."""
+    make_folder(lake, lake.relative(uri) + "/_delta_log")
+    try:
+        create_table_with_add_actions(
+            uri,
+            schema,
+            list(actions),
+            partition_by=list(partition_by),
+            configuration=configuration,
+            storage_options=storage_options(lake.uri),
+            commit_properties=CommitProperties(max_commit_retries=0),
+        )
+    except DeltaError as error:
+        standing = open_table(lake, uri)
+        # The store may have done the commit without an answer.
+        if standing is None or not _holds(standing, actions):
+            if standing is not None and not isinstance(error, CommitFailedError):
+                raise CommitFailedError(f"another writer was faster at {uri}") from error
+            raise
+    flush_commits(lake, uri, -1, 0)
 
 
 def crowded(uri: str) -> LakeError:

@@ -19,7 +19,7 @@ from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake, filesystem, stored
 from pgwal_pipeline.lake.ledger import LOGS, Ledger
 from pgwal_pipeline.lake.records import TableState, Window
-from pgwal_pipeline.lake.snapshots import generations, remove_generations
+from pgwal_pipeline.lake.snapshots import generations, remove_generations, remove_unfinished
 from pgwal_pipeline.messages.errors import TableError
 from pgwal_pipeline.values.lsn import window_key
 from pgwal_pipeline.values.own_columns import GENERATION, WINDOW
@@ -201,8 +201,9 @@ def vacuum(lake: Lake, ledger: Ledger, readers: timedelta = _READERS, writers: t
 
     A file that was removed from a table is deleted after more than `readers`. A file that was never in one, left behind by a process that
     died, is deleted when it is older than `writers`, but not while a window is prepared or a plan is being read, since these may name it.
-    Raises LakeError.
+    So are files of a snapshot whose Delta table was never made. Raises LakeError.
     """
+    oldest = datetime.now(UTC) - writers
 
     def one(uri: str) -> int:
         with lake_errors(uri):
@@ -214,7 +215,10 @@ def vacuum(lake: Lake, ledger: Ledger, readers: timedelta = _READERS, writers: t
                 removed += len(_vacuum(table, writers, full=True))
             return removed
 
-    data = _for_each(lake, locations(lake), lambda location: one(lake.raw(location)) + one(lake.snapshot(location)), refused)
+    def both(location: TableName) -> int:
+        return one(lake.raw(location)) + one(lake.snapshot(location)) + remove_unfinished(lake, location, oldest)
+
+    data = _for_each(lake, locations(lake), both, refused)
     return data + sum(one(lake.ledger(name)) for name in LOGS)
 
 

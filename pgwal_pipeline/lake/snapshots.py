@@ -9,13 +9,15 @@ import json
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 import pyarrow as pa
+import pyarrow.fs as pafs
 from deltalake import write_deltalake
 from deltalake.exceptions import CommitFailedError
 
-from pgwal_pipeline.lake.delta import ATTEMPTS, Clash, commit, crowded, ensure_table, lake_errors, open_table
-from pgwal_pipeline.lake.layout import Lake, storage_options
+from pgwal_pipeline.lake.delta import ATTEMPTS, Clash, commit, create_table, crowded, ensure_table, lake_errors, open_table
+from pgwal_pipeline.lake.layout import Lake, filesystem, remove_file, storage_options
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, new_file_name, plain_schema, plain_tables
 from pgwal_pipeline.lake.records import FileWrite
 from pgwal_pipeline.lake.schema import changed_type, check_columns, fitted, partitioned_schema
@@ -40,6 +42,14 @@ class ChunkWrite:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The files that an attempt at a chunk wrote, before a commit names them."""
+
+    schema: pa.Schema | None
+    files: tuple[FileWrite, ...]
+
+
 class SnapshotWriter:
     """Writes the chunks of one generation of one table. Threads may share it.
 
@@ -60,8 +70,14 @@ class SnapshotWriter:
     def write(self, attempt: str, pieces: Iterable[pa.Table]) -> ChunkWrite:
         """Write the rows of one attempt at a chunk, with the source's columns and `_pgwal_text`, in one commit.
 
-        The pieces share one schema and are taken one by one; at most about 16 MB of them are held. After a failure nothing is committed.
-        Raises TableError if the snapshot table has a column with another type, LakeError if the lake cannot be written.
+        Does as `stage` and `commit`, and raises what they raise. After a failure nothing is committed.
+        """
+        return self.commit(self.stage(attempt, pieces))
+
+    def stage(self, attempt: str, pieces: Iterable[pa.Table]) -> "Staged":
+        """Write the files of one attempt at a chunk, which no commit names yet.
+
+        The pieces share one schema and are taken one by one; at most about 16 MB of them are held. Raises LakeError.
         """
         chunk = _ChunkFiles(self._lake, self._folder, f"{self._folder}/{GENERATION}={self._generation}", attempt)
         try:
@@ -69,20 +85,41 @@ class SnapshotWriter:
                 with lake_errors(self._uri):
                     chunk.add(piece)
             with lake_errors(self._uri):
-                files = chunk.close()
-                if chunk.schema is not None:
-                    self._commit(chunk.schema, files)
+                return Staged(chunk.schema, tuple(chunk.close()))
         except BaseException:
             chunk.discard()
             raise
-        return ChunkWrite(sum(file.rows for file in files), sum(file.size for file in files))
 
-    def begin(self, schema: pa.Schema) -> None:
-        """Create the snapshot table with the columns of `schema`, or add those it lacks. If a type differs (table altered), empty it."""
+    def commit(self, staged: "Staged", *, creating: bool = False) -> ChunkWrite:
+        """Commit the files of an attempt; with `creating`, a missing table is created in the same commit.
+
+        Raises TableError if the snapshot table has a column with another type, LakeError.
+        """
+        try:
+            if staged.schema is not None:
+                with lake_errors(self._uri):
+                    self._commit(staged.schema, staged.files, creating)
+        except BaseException:
+            self.discard(staged)
+            raise
+        return ChunkWrite(sum(file.rows for file in staged.files), sum(file.size for file in staged.files))
+
+    def discard(self, staged: "Staged") -> None:
+        """Remove the files of an attempt that is not to be committed."""
+        for file in staged.files:
+            discard_file(self._lake, f"{self._folder}/{file.path}")
+
+    def begin(self, schema: pa.Schema, *, create: bool = True) -> None:
+        """Create the snapshot table with the columns of `schema`, or add those it lacks. If a type differs (table altered), empty it.
+
+        Without `create` a table that is not there is left to the first commit, which is cheaper.
+        """
         rows = plain_schema(schema).append(pa.field(CHUNK, pa.string()))
         wanted = partitioned_schema(rows, GENERATION)
         with lake_errors(self._uri):
             standing = open_table(self._lake, self._uri)
+            if standing is None and not create:
+                return
             if standing is None or fitted(standing.schema(), rows).names == rows.names:
                 ensure_table(self._lake, self._uri, wanted, partition_by=[GENERATION], configuration=_CONFIGURATION)
                 return
@@ -96,11 +133,14 @@ class SnapshotWriter:
                 storage_options=storage_options(self._lake.uri),
             )
 
-    def _commit(self, schema: pa.Schema, files: Collection[FileWrite]) -> None:
+    def _commit(self, schema: pa.Schema, files: Collection[FileWrite], creating: bool) -> None:
         wanted = partitioned_schema(schema, GENERATION)
         actions = [add_action(file, {GENERATION: self._generation}) for file in files]
         for _ in range(ATTEMPTS):
             try:
+                if creating and actions and open_table(self._lake, self._uri) is None:
+                    create_table(self._lake, self._uri, wanted, actions, partition_by=[GENERATION], configuration=_CONFIGURATION)
+                    return
                 table = ensure_table(self._lake, self._uri, wanted, partition_by=[GENERATION], configuration=_CONFIGURATION)
                 if actions:
                     commit(self._lake, self._uri, table, actions, partition_by=[GENERATION])
@@ -187,3 +227,24 @@ def remove_generations(lake: Lake, location: TableName, gone: Collection[str]) -
                 continue
             return
         raise crowded(uri)
+
+
+def remove_unfinished(lake: Lake, location: TableName, before: datetime) -> int:
+    """Remove the files older than `before` that a process left behind which died before it made the snapshot table; return how many.
+
+    Where there is a table, its vacuum removes them. Raises LakeError.
+    """
+    if open_table(lake, lake.snapshot(location)) is not None:
+        return 0
+    with lake_errors(lake.snapshot(location)):
+        found = filesystem(lake.uri).get_file_info(
+            pafs.FileSelector(lake.layer_path("snapshot", location), recursive=True, allow_not_found=True)
+        )
+        gone = [file.path for file in found if _is_ours(file) and file.mtime < before]
+        for path in gone:
+            remove_file(lake.uri, path)
+    return len(gone)
+
+
+def _is_ours(file: pafs.FileInfo) -> bool:
+    return file.type == pafs.FileType.File and f"/{GENERATION}=" in file.path and file.base_name.startswith("part-")

@@ -17,7 +17,7 @@ from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.pipeline.drain import drain
 from pgwal_pipeline.pipeline.publish import publish
 from pgwal_pipeline.pipeline.reports import TableComparison, VerifyReport
-from pgwal_pipeline.pipeline.table_rows import TableRows
+from pgwal_pipeline.pipeline.table_rows import Range, TableRows
 from pgwal_pipeline.postgres import catalog, copy, slot
 from pgwal_pipeline.postgres.catalog import PublishedTable
 from pgwal_pipeline.postgres.connection import Connection
@@ -121,17 +121,11 @@ def _files(conn: Connection, publication: str, oids: Collection[int]) -> dict[in
 def _copy_source(settings: Settings, lake: Lake, table: PublishedTable, exported: str) -> str:
     """Copy the table, as the exported snapshot shows it, into a new Delta table in the lake, and return its path."""
     path = f"{lake.ledger('verify')}/{uuid.uuid4().hex}"
-    rows = TableRows(
-        settings.dsn,
-        table.relation,
-        copy.ChunkBounds(None, None),
-        row_filter=table.row_filter,
-        exported_snapshot=exported,
-        largest_row=settings.largest_row,
-    )
-    pieces = iter(rows)
-    first = next(pieces, copy_schema(table.relation).empty_table())
-    compare.write(path, pa.RecordBatchReader.from_batches(first.schema, _batches(chain([first], pieces))))
+    whole = Range(table.relation, copy.ChunkBounds(None, None), table.row_filter)
+    with TableRows(settings.dsn, [whole], exported, settings.largest_row) as rows:
+        pieces = rows.pieces(0)
+        first = next(pieces, copy_schema(table.relation).empty_table())
+        compare.write(path, pa.RecordBatchReader.from_batches(first.schema, _batches(chain([first], pieces))))
     return path
 
 

@@ -63,6 +63,22 @@ def blocking(conn: Connection, pid: int) -> list[Blocker]:
     )
 
 
+def locking(conn: Connection, oid: int) -> list[Blocker]:
+    """Return the transactions that have locked the table `oid`, or a partition of it, against reading, or wait to, oldest first."""
+    locks = (
+        "(SELECT l.pid, l.virtualtransaction FROM pg_catalog.pg_locks l WHERE l.locktype = 'relation' AND l.mode = 'AccessExclusiveLock' "
+        "AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = current_database()) AND (l.relation = %(oid)s "
+        "OR l.relation IN (SELECT i.inhrelid FROM pg_catalog.pg_inherits i WHERE i.inhparent = %(oid)s)))"
+    )
+    return _ordered(
+        conn,
+        f"WITH locks AS {locks} {_SESSION} WHERE a.pid IN (SELECT pid FROM locks) UNION ALL {_PREPARED} "
+        "WHERE p.transaction::text IN (SELECT l.transactionid::text FROM pg_catalog.pg_locks l WHERE l.locktype = 'transactionid' "
+        "AND l.virtualtransaction IN (SELECT virtualtransaction FROM locks WHERE pid IS NULL))",
+        {"oid": oid},
+    )
+
+
 def waits_on(conn: Connection, pid: int) -> str | None:
     """Return the server's internal wait event of session `pid`, such as `LWLock ReplicationSlotAllocation`; None if it waits for none."""
     row = conn.execute(

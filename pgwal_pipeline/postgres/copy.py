@@ -1,4 +1,4 @@
-"""Read a table's rows in ranges of its key, each in a short transaction of its own whose snapshot is recorded.
+"""Read a table's rows in ranges of its key, each in a short transaction of its own whose snapshot is recorded. Small tables share one.
 
 A table without a key is read in ranges of blocks, all under one exported snapshot.
 
@@ -7,9 +7,10 @@ Values leave Postgres as the text that their types' output functions write. The 
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import psycopg2
 from psycopg2 import errors
@@ -18,17 +19,20 @@ from pgwal_pipeline.messages.errors import PgwalError, SourceRefused, SourceUnav
 from pgwal_pipeline.postgres.catalog import Connection, insert_lsn, resolve_types
 from pgwal_pipeline.postgres.dsn import BYTES_AS_THEY_ARE, connect, copying_connection, translate
 from pgwal_pipeline.postgres.key_order import BORROWED_SQL, KeyOrder, key_order
+from pgwal_pipeline.postgres.table_locks import from_item, lock_free_ones, locked
 from pgwal_pipeline.postgres.transactions import begin_snapshot, wait_for_transactions
 from pgwal_pipeline.values.relation import PgType, Relation, quote_ident
 
 __all__ = [
     "ChunkBounds",
     "ChunkRead",
+    "ChunkReader",
+    "TableBusy",
     "TableChanged",
     "estimated_size",
     "exported_snapshot",
     "plan_chunks",
-    "read_chunk",
+    "seem_small",
     "wait_for_transactions",
 ]
 
@@ -38,8 +42,11 @@ _TEXTUAL = frozenset({25, 114, 1042, 1043})  # text, json, char(n), varchar: the
 # With row_security off, a read from which a policy would hide rows is an error instead of silently lacking them. The lock_timeout is there
 # because a transaction that waits for a lock holds back the source's vacuum.
 _SETTINGS = "SET row_security = off; SET jit = off; SET lock_timeout = '60s'"
+# Whoever wants to alter one of several tables waits until all of them are read.
+_SETTINGS_TOGETHER = "SET row_security = off; SET jit = off; SET lock_timeout = '1s'"
+_LOCAL = "SET LOCAL row_security = off; SET LOCAL lock_timeout = '60s'"
 # A bound is found by a walk along the index; with wrong statistics the planner may prefer to sort the whole table.
-_ALONG_THE_INDEX = "SET LOCAL row_security = off; SET LOCAL jit = off; SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
+_ALONG_THE_INDEX = f"{_LOCAL}; SET LOCAL jit = off; SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,10 @@ class TableChanged(TableError):
     transient = True
 
 
+class TableBusy(SourceUnavailable):
+    """Raised if a table is not read in one transaction with others: it is not small, or another session has locked it or an index of it."""
+
+
 def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> Iterator[ChunkBounds]:
     """Cut a table into ranges of its key with about `rows_per_chunk` rows each, in the key's order; together they cover every key.
 
@@ -77,7 +88,7 @@ def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> It
     is one chunk. Each bound costs a walk along the index over one chunk, and is queried when the iterator gets to it. A table without a
     key is cut into ranges of blocks, to be read under one snapshot (`exported_snapshot`); on a standby, which exports none, it is one
     chunk. `conn` must not be inside a transaction. Raises TableError if the role may not read the table, TableChanged if it differs
-    from `relation`, and for other errors the one that `dsn.translate` returns.
+    from `relation`, TableLocked if it is locked for a minute, and for other errors the one that `dsn.translate` returns.
     """
     lower = None
     if not relation.key:
@@ -87,7 +98,7 @@ def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> It
             lower = upper
     else:
         try:
-            source = _source(conn, relation)
+            source = from_item(conn, relation)
             order = key_order(conn, relation) if _estimated_rows(conn, source) >= rows_per_chunk else None
             if order is not None:
                 bound = _next_bound(conn, source, order, None, rows_per_chunk)
@@ -120,67 +131,129 @@ def exported_snapshot(dsn: str) -> Iterator[str | None]:
         conn.close()
 
 
+def seem_small(conn: Connection, oids: Collection[int], most_bytes: int) -> frozenset[int]:
+    """Return those of the plain tables `oids` that have at most `most_bytes` by the catalog's estimate. Waits for no lock."""
+    try:
+        rows = conn.execute(
+            """SELECT oid::int8 FROM pg_catalog.pg_class
+               WHERE oid = ANY (%s::int8[]::oid[]) AND relkind = 'r' AND relpages * current_setting('block_size')::int8 <= %s""",
+            [list(oids), most_bytes],
+        ).fetchall()
+    except psycopg2.Error as error:
+        raise translate(error, "looking up the sizes of tables") from error
+    return frozenset(row[0] for row in rows)
+
+
 def estimated_size(conn: Connection, relation: Relation) -> tuple[int, int]:
     """Return the planner's estimate of a table's rows, and its bytes on disk, partitions included.
 
     Raises TableError and TableChanged as `plan_chunks` does.
     """
     try:
-        size = conn.execute(
-            """SELECT coalesce(sum(pg_catalog.pg_table_size(relid)), pg_catalog.pg_table_size(%(oid)s::oid::regclass))::int8
-               FROM pg_catalog.pg_partition_tree(%(oid)s::oid::regclass)""",
-            {"oid": relation.oid},
-        ).fetchall()[0][0]
-        return round(_estimated_rows(conn, _source(conn, relation))), size or 0
+        size = _set_and_ask(
+            conn,
+            _LOCAL,
+            f"""SELECT coalesce(sum(pg_catalog.pg_table_size(relid)), pg_catalog.pg_table_size({relation.oid}::oid::regclass))::int8
+                FROM pg_catalog.pg_partition_tree({relation.oid}::oid::regclass)""",
+        )[0][0]
+        return round(_estimated_rows(conn, from_item(conn, relation))), size or 0
     except psycopg2.Error as error:
         raise _read_error(error, relation, conn) from error
 
 
-def read_chunk(
-    dsn: str,
-    relation: Relation,
-    bounds: ChunkBounds,
-    on_rows: Callable[[bytearray, list[int]], None],
-    *,
-    binary: Collection[int] = (),
-    row_filter: str | None = None,
-    exported_snapshot: str | None = None,
-    largest_row: int = 1 << 30,
-) -> ChunkRead:
-    """Read the rows of a range in a transaction of its own, and pass them to `on_rows` as blocks of messages of a COPY in binary format.
+class ChunkReader:
+    """Reads ranges of tables one after another in one transaction under one snapshot: a new one, or `exported_snapshot`.
 
-    Each field is the text that its type's output function writes, or for the type OIDs in `binary` the bytes that its send function writes.
-    A message is a row; the first has the 19 bytes of the header before it, and the last message is the trailer. `on_rows` gets about 4 MiB
-    of messages end to end, which it may keep, and the length of each. `row_filter` is the publication's condition for this table
-    (`catalog.published_tables`): rows that are not in the stream must not be in the snapshot. `exported_snapshot` names a snapshot to read
-    under instead of a new one.
-
-    Raises TableError if rows cannot be read (no SELECT, row-level security that would hide some, a row of more than `largest_row` bytes, or
-    another error of the source about this table), TableChanged if the table differs from `relation` now, SourceUnavailable if the read
-    broke off.
+    For one thread, as a context manager, whose end ends the transaction. After an error it must not be used again.
     """
-    conn = copying_connection(dsn, application="pgwal snapshot")
-    try:
-        conn.execute(_SETTINGS.encode())
-        snapshot = begin_snapshot(conn) if exported_snapshot is None else _enter_snapshot(conn, exported_snapshot)
-        statement = _copy_statement(conn, relation, bounds, binary, row_filter)
-        if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
-            conn.execute(BYTES_AS_THEY_ARE.encode())
-        rows, size = _copy_out(conn, statement, on_rows, largest_row, relation)
-        # The LSN after the read, not that of its snapshot: a read sees TRUNCATE and DDL that rewrites the table even if they came later.
-        lsn = insert_lsn(conn)
-        # Names are resolved as they are now, not as of the snapshot. The lock on the table prevents renames until the transaction ends.
-        if conn.execute("SELECT pg_catalog.to_regclass(%s)::oid::int8", [str(relation.table)]).fetchall()[0][0] != relation.oid:
-            raise TableChanged(
-                str(relation.table), f"Table {relation.table} was renamed or replaced by another while it was read; read it again."
-            )
-        conn.execute(b"COMMIT")
-    except psycopg2.Error as error:
-        raise _read_error(error, relation, conn) from error
-    finally:
+
+    def __init__(self, dsn: str, exported_snapshot: str | None = None) -> None:
+        self._conn = copying_connection(dsn, application="pgwal snapshot")
+        self._exported = exported_snapshot
+        self._snapshot: str | None = None
+        self._together = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # No ROLLBACK: after a COPY that was broken off, the connection takes no more statements.
-        conn.close()
-    return ChunkRead(snapshot, rows, size, lsn)
+        with suppress(psycopg2.Error):
+            if kind is None and self._snapshot is not None:
+                self._conn.execute(b"COMMIT")
+        self._conn.close()
+
+    def begin_together(self, relations: Collection[Relation], most_bytes: int) -> frozenset[int]:
+        """Begin the transaction for several small tables, and return the OIDs of those that may be read in it.
+
+        Left out are tables that another session has locked, that LOCK TABLE refuses, or that take more than `most_bytes` on disk. The
+        others stay locked until the transaction ends, so none is altered or truncated between the snapshot and its read. Raises
+        SourceUnavailable if the connection breaks.
+        """
+        free: list[Relation] = []
+
+        def lock() -> None:
+            free[:] = lock_free_ones(self._conn, list(relations))
+
+        self._together = True
+        try:
+            self._conn.execute(_SETTINGS_TOGETHER.encode())
+            self._snapshot = begin_snapshot(self._conn, lock)
+            # The size of a table with another name now is not looked up: that table is not locked, and the query would wait for its lock.
+            sizes = self._conn.execute(
+                """SELECT t.oid, CASE WHEN pg_catalog.to_regclass(t.name)::oid::int8 = t.oid
+                                      THEN pg_catalog.pg_table_size(t.oid::oid::regclass) END
+                   FROM unnest(%s::int8[], %s::text[]) t (oid, name)""",
+                [[relation.oid for relation in free], [str(relation.table) for relation in free]],
+            ).fetchall()
+        except psycopg2.Error as error:
+            raise translate(error, "reading small tables") from error
+        return frozenset(oid for oid, size in sizes if size is not None and size <= most_bytes)
+
+    def read(
+        self,
+        relation: Relation,
+        bounds: ChunkBounds,
+        on_rows: Callable[[bytearray, list[int]], None],
+        *,
+        binary: Collection[int] = (),
+        row_filter: str | None = None,
+        largest_row: int = 1 << 30,
+    ) -> ChunkRead:
+        """Read the rows of a range, and pass them to `on_rows` as blocks of messages of a COPY in binary format.
+
+        Each field is the text that its type's output function writes, or for the type OIDs in `binary` the bytes that its send function
+        writes. A message is a row; the first has the 19 bytes of the header before it, and the last message is the trailer. `on_rows` gets
+        about 4 MiB of messages end to end, which it may keep, and the length of each. `row_filter` is the publication's condition for this
+        table (`catalog.published_tables`): rows that are not in the stream must not be in the snapshot.
+
+        Raises TableError if rows cannot be read (no SELECT, row-level security that would hide some, a row of more than `largest_row`
+        bytes, or another error of the source about this table), TableChanged if the table differs from `relation` now, TableLocked if it is
+        locked (TableBusy after `begin_together`), SourceUnavailable if the read broke off.
+        """
+        conn = self._conn
+        try:
+            if self._snapshot is None:
+                conn.execute(_SETTINGS.encode())
+                self._snapshot = begin_snapshot(conn) if self._exported is None else _enter_snapshot(conn, self._exported)
+            statement = _copy_statement(conn, relation, bounds, binary, row_filter)
+            if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
+                conn.execute(BYTES_AS_THEY_ARE.encode())
+            rows, size = _copy_out(conn, statement, on_rows, largest_row, relation)
+            # The LSN after the read, not that of its snapshot: a read sees TRUNCATE and DDL that rewrites the table even if they came
+            # later.
+            lsn = insert_lsn(conn)
+            # Names are looked up as they are now, not as of the snapshot. The lock on the table prevents renames until the transaction
+            # ends.
+            if conn.execute("SELECT pg_catalog.to_regclass(%s)::oid::int8", [str(relation.table)]).fetchall()[0][0] != relation.oid:
+                raise TableChanged(
+                    str(relation.table), f"Table {relation.table} was renamed or replaced by another while it was read; read it again."
+                )
+        except psycopg2.Error as error:
+            if self._together and isinstance(error, errors.LockNotAvailable):
+                raise TableBusy(f"Table {relation.table} is locked; it is read by itself.") from error
+            raise _read_error(error, relation, conn) from error
+        return ChunkRead(self._snapshot, rows, size, lsn)
 
 
 def _enter_snapshot(conn: Connection, exported: str) -> str:
@@ -211,7 +284,7 @@ def _copy_statement(conn: Connection, relation: Relation, bounds: ChunkBounds, b
     if row_filter is not None:
         conditions.append(f"({row_filter})")
     where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
-    return f"COPY (SELECT {', '.join(fields)} FROM {_source(conn, relation)}{where}) TO STDOUT (FORMAT binary)"
+    return f"COPY (SELECT {', '.join(fields)} FROM {from_item(conn, relation)}{where}) TO STDOUT (FORMAT binary)"
 
 
 def _fields(conn: Connection, relation: Relation, binary: Collection[int]) -> list[str]:
@@ -320,7 +393,7 @@ def _copy_out(
 
 def _estimated_rows(conn: Connection, source: str) -> float:
     """Return the planner's estimate of the rows. It counts the table's current pages and needs no statistics."""
-    plan = _set_and_ask(conn, "SET LOCAL row_security = off", f"EXPLAIN (FORMAT JSON) SELECT FROM {source}")[0][0]
+    plan = _set_and_ask(conn, _LOCAL, f"EXPLAIN (FORMAT JSON) SELECT FROM {source}")[0][0]
     return float(plan[0]["Plan"]["Plan Rows"])
 
 
@@ -357,12 +430,6 @@ def _set_and_ask(conn: Connection, settings: str, query: str) -> list[tuple[Any,
     return conn.execute(f"{settings}; {query}".encode()).fetchall()
 
 
-def _source(conn: Connection, relation: Relation) -> str:
-    """Return the FROM item for the table's rows. ONLY for a plain table: tables that inherit from it are separate tables."""
-    kind = conn.execute("SELECT relkind::text FROM pg_catalog.pg_class WHERE oid = %s", [relation.oid]).fetchall()
-    return str(relation.table) if kind and kind[0][0] == "p" else f"ONLY {relation.table}"
-
-
 # The errors of a statement that waited for its table while the table was altered: other names, or values of other types.
 _ALTERED = (
     errors.UndefinedTable,
@@ -396,6 +463,8 @@ def _read_error(error: psycopg2.Error, relation: Relation, conn: Connection) -> 
             f"Table {table} holds text that the source cannot write as UTF-8 ({error.diag.message_primary}); "
             f"correct it there, then run `pgwal resnapshot '{table}'`.",
         )
+    if isinstance(error, errors.LockNotAvailable):
+        return locked(relation, "another session")
     found = translate(error, f"reading table {table}")
     if not isinstance(found, SourceRefused):
         return found

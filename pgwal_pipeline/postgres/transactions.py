@@ -71,9 +71,10 @@ def older_transactions(conn: Connection, xid64: int) -> list[Blocker]:
     return [Blocker(*row) for row in conn.execute(_OLDER_SQL.encode(), {"xid": xid64 & 0xFFFFFFFF})]
 
 
-def begin_snapshot(conn: Connection) -> str:
+def begin_snapshot(conn: Connection, before: Callable[[], object] = lambda: None) -> str:
     """Begin a REPEATABLE READ, READ ONLY transaction on an autocommit connection, and return its snapshot.
 
+    `before` is called in the transaction before the snapshot is taken, to lock tables; more than once if the snapshot is taken again.
     The snapshot is as from `pg_current_snapshot()`, `xmin:xmax:xid,…`: it sees the transactions below xmax that are not listed, and no
     others. On a standby Postgres leaves the list empty though transactions run; here it is filled in, by checking the status of each
     transaction before and after the snapshot. Raises SourceUnavailable if, on a standby, transactions come and go so quickly that this does
@@ -81,12 +82,14 @@ def begin_snapshot(conn: Connection) -> str:
     """
     if not _one(conn, "SELECT pg_catalog.pg_is_in_recovery()")[0]:
         conn.execute(_BEGIN.encode())
+        before()
         return _one(conn, "SELECT pg_catalog.pg_current_snapshot()::text")[0]
     deadline = time.monotonic() + _SETTLE_TIMEOUT
     running: list[int] = []
     known_below = 0
     while True:
         conn.execute(_BEGIN.encode())
+        before()
         # The snapshot is taken before the statuses are read, which are those of the moment of reading.
         xmin, xmax, candidates, still = _one(
             conn,

@@ -8,9 +8,10 @@ import pytest
 
 from pgwal_pipeline.messages.errors import SourceUnavailable, TableError
 from pgwal_pipeline.postgres import catalog, copy, dsn
-from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, TableChanged, plan_chunks, read_chunk
+from pgwal_pipeline.postgres.copy import ChunkBounds, ChunkRead, TableChanged, plan_chunks
+from pgwal_pipeline.postgres.table_locks import TableLocked
 from pgwal_pipeline_tests.postgres.reading import WHOLE, check_chunks, fields_of, plan, read, relation_of
-from pgwal_pipeline_tests.support import Source, copy_messages, wait_for
+from pgwal_pipeline_tests.support import Source, copy_messages, read_chunk, wait_for
 
 # ---- values
 
@@ -439,7 +440,7 @@ def test_a_locked_table_does_not_hold_a_snapshot_for_ever(source: Source, monkey
     relation = relation_of(source)
     holder = source.connect(autocommit=False)
     holder.execute("lock table t")
-    with pytest.raises(SourceUnavailable, match="lock timeout"):
+    with pytest.raises(TableLocked, match="another session"):
         read(source, relation)
 
 

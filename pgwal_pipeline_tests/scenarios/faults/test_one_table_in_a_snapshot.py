@@ -13,6 +13,7 @@ from pgwal_pipeline.messages.errors import BlockedByTransaction, LakeError
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
+from pgwal_pipeline.pipeline import table_chunks
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.faults import RUNS_OWN, TABLES_OWN, at_tables, injected
 from pgwal_pipeline_tests.pipelines import Pipeline
@@ -180,8 +181,9 @@ def test_a_table_that_waits_holds_up_nobody(source: Source, pipeline: Pipeline) 
 
 def test_a_table_altered_in_each_reading_gets_pauses(source: Source, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     made(source)
+    pipeline.settings = pipeline.settings.model_copy(update={"snapshot_chunk_rows": 10})  # none is small then, each is read by itself
     drains.bootstrap(pipeline.settings, progress=Silent())
-    read = snapshots._TableRead.run
+    read = table_chunks.TableChunks.run
 
     def altered(self: Any) -> Any:
         if self.state.table == _B:
@@ -190,7 +192,7 @@ def test_a_table_altered_in_each_reading_gets_pauses(source: Source, pipeline: P
             raise snapshots.copy.TableChanged("public.b", "Table public.b was altered while it was read; read it again.")
         return read(self)
 
-    monkeypatch.setattr(snapshots._TableRead, "run", altered)
+    monkeypatch.setattr(table_chunks.TableChunks, "run", altered)
     attempts = 0
     for _ in range(6):
         attempts += _B in snapshots.needed(pipeline.settings)

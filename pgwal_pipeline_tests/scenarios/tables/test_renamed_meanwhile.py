@@ -16,7 +16,7 @@ from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline import status as statuses
-from pgwal_pipeline.pipeline import table_rows
+from pgwal_pipeline.pipeline import table_chunks
 from pgwal_pipeline.postgres import copy
 from pgwal_pipeline.values.own_columns import CHUNK, GENERATION
 from pgwal_pipeline.values.relation import TableName
@@ -30,6 +30,7 @@ AB = (
     "CREATE TABLE a (id int PRIMARY KEY, v text); CREATE TABLE b (id int PRIMARY KEY, v text);"
     " INSERT INTO a SELECT i, 'a' FROM generate_series(1, 1000) i; INSERT INTO b SELECT i, 'b' FROM generate_series(1, 400) i; ANALYZE a, b"
 )
+OF_ITS_OWN = 300  # rows a chunk: neither table of AB fits one, so each is read by itself
 SWAP = "ALTER TABLE a RENAME TO t; ALTER TABLE b RENAME TO a; ALTER TABLE t RENAME TO b"
 LATE_IN_A_CHILD = """
 from pgwal_pipeline.pipeline import drain as drains
@@ -106,15 +107,14 @@ def test_a_name_taken_between_two_chunks_of_a_table_without_a_key(
     source.sql("INSERT INTO x SELECT repeat('x', 500) || i FROM generate_series(1, 2000) i; ANALYZE x")
     pipeline = make_pipeline(snapshot_chunk_rows=500, snapshot_workers=1)
     drains.bootstrap(pipeline.settings, progress=Silent())
-    read_chunk = copy.read_chunk
+    end = copy.ChunkReader.__exit__
 
-    def taken(*args: Any, **named: Any) -> Any:
-        monkeypatch.setattr(table_rows, "read_chunk", read_chunk)
-        found = read_chunk(*args, **named)
+    def taken(*args: Any) -> None:
+        monkeypatch.setattr(copy.ChunkReader, "__exit__", end)
+        end(*args)
         source.sql("ALTER TABLE x RENAME TO y; CREATE TABLE x (v text); ALTER TABLE x REPLICA IDENTITY FULL")
-        return found
 
-    monkeypatch.setattr(table_rows, "read_chunk", taken)
+    monkeypatch.setattr(copy.ChunkReader, "__exit__", taken)
     pipeline.snapshot()
     pipeline.drain()
     pipeline.snapshot()
@@ -123,7 +123,7 @@ def test_a_name_taken_between_two_chunks_of_a_table_without_a_key(
 
 def test_swapped_while_the_copy_waits_for_its_table(source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     source.sql(AB)
-    pipeline = make_pipeline(snapshot_workers=1)
+    pipeline = make_pipeline(snapshot_workers=1, snapshot_chunk_rows=OF_ITS_OWN)
     drains.bootstrap(pipeline.settings, progress=Silent())
     fields = copy._fields
 
@@ -146,12 +146,12 @@ def test_swapped_while_the_copy_waits_for_its_table(source: Source, make_pipelin
 def test_a_table_that_joins_again_while_others_are_read_waits_again(
     source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = make_pipeline(blocked_timeout=3)
+    pipeline = make_pipeline(blocked_timeout=3, snapshot_chunk_rows=OF_ITS_OWN)
     name = pipeline.settings.publication
     source.sql(f"{AB}; CREATE PUBLICATION {name} FOR TABLE a, b")
     drains.bootstrap(pipeline.settings, progress=Silent())
     writer = source.connect(autocommit=False)
-    run, other = snapshots._TableRead.run, {"a": "b", "b": "a"}
+    run, other = table_chunks.TableChunks.run, {"a": "b", "b": "a"}
     met = []
 
     def joins_again(reading: Any) -> Any:
@@ -164,7 +164,7 @@ def test_a_table_that_joins_again_while_others_are_read_waits_again(
             pipeline.drain()
         return report
 
-    monkeypatch.setattr(snapshots._TableRead, "run", joins_again)
+    monkeypatch.setattr(table_chunks.TableChunks, "run", joins_again)
     found = snapshots.snapshot(pipeline.settings, progress=Silent())
     assert [table.name for table in found.blocked] == met
     writer.commit()
@@ -174,17 +174,17 @@ def test_a_table_that_joins_again_while_others_are_read_waits_again(
 
 
 def test_renamed_or_gone_while_it_is_read_again(source: Source, make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = followed(source, make_pipeline(), AB)
+    pipeline = followed(source, make_pipeline(snapshot_chunk_rows=OF_ITS_OWN), AB)
     pipeline.ledger.amend_tables(lambda known: [replace(state, published=state.generation) for state in known.values()])
     first = states(pipeline)["a"].generation
-    begun, insert_lsn = snapshots._begun, snapshots.catalog.insert_lsn
+    begun, insert_lsn = table_chunks.begun, snapshots.catalog.insert_lsn
 
     def renamed(*args: Any) -> TableState:
-        monkeypatch.setattr(snapshots, "_begun", begun)
+        monkeypatch.setattr(table_chunks, "begun", begun)
         source.sql("ALTER TABLE a RENAME TO c")
         return begun(*args)
 
-    monkeypatch.setattr(snapshots, "_begun", renamed)
+    monkeypatch.setattr(table_chunks, "begun", renamed)
     snapshots.snapshot(pipeline.settings, [A], progress=Silent())
     pipeline.drain()
     pipeline.snapshot()

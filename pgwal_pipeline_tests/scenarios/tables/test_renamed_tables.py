@@ -12,6 +12,7 @@ from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
 from pgwal_pipeline.pipeline import status as statuses
+from pgwal_pipeline.pipeline import table_chunks
 from pgwal_pipeline.values.relation import Relation, TableName
 from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.scenarios.tables.altering import converge, run
@@ -123,7 +124,7 @@ def test_renamed_while_it_is_read_and_while_the_stream_is(
     pipeline.publish()
     pipeline.assert_current("public.far", "public.b")
     # A table that is read again while a drain beside meets its new name is read from the start.
-    begun = snapshots._begun
+    begun = table_chunks.begun
 
     def renamed_as_it_begins(*args: Any) -> TableState:
         if source.value("SELECT to_regclass('public.b') IS NOT NULL"):
@@ -131,7 +132,7 @@ def test_renamed_while_it_is_read_and_while_the_stream_is(
             pipeline.drain()
         return begun(*args)
 
-    monkeypatch.setattr(snapshots, "_begun", renamed_as_it_begins)
+    monkeypatch.setattr(table_chunks, "begun", renamed_as_it_begins)
     snapshots.snapshot(pipeline.settings, [TableName("public", "b")], progress=Silent())
     assert TableName("public", "b") not in pipeline.ledger.tables()
     converge(pipeline)

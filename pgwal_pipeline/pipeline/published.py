@@ -1,0 +1,43 @@
+"""Look up a publication's tables again and again without waiting for whoever has locked one of them."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from psycopg2 import errors
+
+from pgwal_pipeline.messages.errors import SourceUnavailable
+from pgwal_pipeline.postgres import catalog
+from pgwal_pipeline.postgres.catalog import PublishedTable
+from pgwal_pipeline.postgres.connection import Connection
+
+_PATIENCE = "1s"  # for a lock on one of the tables: the server opens each of them to list its columns
+_AS_BEFORE = 30.0  # seconds in which the catalog is not asked again after that
+
+
+@dataclass
+class Published:
+    """The tables of a publication by their OIDs. To be used on the thread that owns `conn`, outside of a transaction."""
+
+    conn: Connection
+    publication: str
+    _seen: Mapping[int, PublishedTable] | None = None
+    _again_at: float = field(default=float("-inf"))
+
+    def now(self) -> Mapping[int, PublishedTable]:
+        """Return the tables as the catalog has them, or as it had them a moment ago while one of them is locked.
+
+        Only the first look waits for locks. A table that was altered since is found by its reading, as one that is altered after any look.
+        """
+        if self._seen is not None and time.monotonic() < self._again_at:
+            return self._seen
+        try:
+            with self.conn.transaction():
+                if self._seen is not None:
+                    self.conn.execute(f"SET LOCAL lock_timeout = '{_PATIENCE}'".encode())
+                self._seen = {table.relation.oid: table for table in catalog.published_tables(self.conn, self.publication)}
+        except SourceUnavailable as error:
+            if self._seen is None or not isinstance(error.__cause__, errors.LockNotAvailable):
+                raise
+            self._again_at = time.monotonic() + _AS_BEFORE
+        return self._seen
