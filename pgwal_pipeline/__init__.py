@@ -8,13 +8,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pgwal_pipeline.components.cdc import PostgresCdcComponent
+    from pgwal_pipeline.components.published import PublishedLake
+    from pgwal_pipeline.components.published_inputs import PublishedTableIOManager
     from pgwal_pipeline.messages.errors import PgwalError
+    from pgwal_pipeline.published.apply import apply_changes
+    from pgwal_pipeline.published.changes import Changes
+    from pgwal_pipeline.published.state import PublishedState
 
     __version__: str
 
-__all__ = ["PgwalError", "PostgresCdcComponent", "__version__"]
+__all__ = [
+    "Changes",
+    "PgwalError",
+    "PostgresCdcComponent",
+    "PublishedLake",
+    "PublishedState",
+    "PublishedTableIOManager",
+    "__version__",
+    "apply_changes",
+]
 
-_MODULES = {"PgwalError": "pgwal_pipeline.messages.errors", "PostgresCdcComponent": "pgwal_pipeline.components.cdc"}
+_MODULES = {
+    "Changes": "pgwal_pipeline.published.changes",
+    "PgwalError": "pgwal_pipeline.messages.errors",
+    "PostgresCdcComponent": "pgwal_pipeline.components.cdc",
+    "PublishedLake": "pgwal_pipeline.components.published",
+    "PublishedState": "pgwal_pipeline.published.state",
+    "PublishedTableIOManager": "pgwal_pipeline.components.published_inputs",
+    "apply_changes": "pgwal_pipeline.published.apply",
+}
 
 
 def __getattr__(name: str) -> Any:

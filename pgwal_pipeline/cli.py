@@ -326,6 +326,35 @@ def as_of(when: str, as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("sql", required=False, metavar="[SQL]")
+@click.option("--tables", "list_tables", is_flag=True, help="List the published tables with their columns, instead of a query.")
+@click.option("--as-of", "when", default="latest", metavar="WHEN", help="The newest publish at or before an LSN or a time.")
+@_json_option
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV with a header.")
+@_command
+def query(sql: str | None, list_tables: bool, when: str, as_json: bool, as_csv: bool) -> None:
+    """Answer one SELECT from the published tables, all at one LSN. Reads nothing else, and changes nothing."""
+    if (sql is None) != list_tables:
+        raise click.UsageError("give one SELECT, or --tables.")
+    if as_json and as_csv:
+        raise click.UsageError("choose one of --json and --csv.")
+    with _quiet_stdout():
+        from pgwal_pipeline.published import query as queries
+        from pgwal_pipeline.published import written
+        from pgwal_pipeline.published.state import open_state
+
+        state = open_state(_settings(), when)
+    style = "json" if as_json else "csv" if as_csv else "table"
+    if sql is None:
+        for line in written.tables(queries.table_columns(state), state.lsn, style):
+            click.echo(line)
+        return
+    with queries.rows_of(state, sql) as rows:
+        for text in written.rows(rows, state.lsn, style):
+            click.echo(text, nl=False)
+
+
+@main.command()
 @_json_option
 @_command
 def doctor(as_json: bool) -> None:

@@ -19,7 +19,7 @@ atexit.register(gc.freeze)
 def defs() -> dg.Definitions:
     """Load everything in `defs/`."""
     collected = gc.isenabled()
-    gc.disable()  # of thousands of tables everything stays, and looking for garbage takes a third of the time
+    gc.disable()  # of thousands of tables everything stays, and searching for garbage takes a third of the time
     try:
         return dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
     finally:

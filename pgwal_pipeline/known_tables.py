@@ -134,10 +134,9 @@ def refresh(settings: Settings, locations: Mapping[int, TableName] | None = None
 def _placed(tables: Iterable[KnownTable], locations: Mapping[int, TableName]) -> tuple[KnownTable, ...]:
     from pgwal_pipeline.lake.locations import free_location
 
-    found = []
+    found, taken = [], set(locations.values())
     for known in tables:
-        others = {location for oid, location in locations.items() if oid != known.oid}
-        location = locations.get(known.oid) or free_location(known.table, known.oid, others)
+        location = locations.get(known.oid) or free_location(known.table, known.oid, taken)
         found.append(replace(known, kept_as=None if location == known.table else location))
     return tuple(found)
 

@@ -40,14 +40,14 @@ class QuietSync:
 def sync(settings: Settings, *, progress: Progress) -> QuietSync:
     """Drain and publish if the source shows that nothing was committed since the last drain, else do nothing."""
     ledger = Ledger(Lake(settings.lake))
-    looked = _remembered(settings)
-    if looked is None or ledger.frontier() is None:
+    remembered = _remembered(settings)
+    if remembered is None or ledger.frontier() is None:
         return QuietSync()
     try:
         target, reading = drains.next_target(settings), lag(settings)
     except SourceUnavailable:
         return QuietSync()
-    if not _is_quiet(reading, looked):
+    if not _is_quiet(reading, remembered):
         return QuietSync()
     drained = drains.drain(settings, end_lsn=target, progress=progress)
     came = tuple(window.end_lsn for window in drained.windows if window.changes)
@@ -68,9 +68,9 @@ def remember(settings: Settings, reading: LagReading) -> None:
         path.write_text(json.dumps([reading.snapshot, reading.insert_lsn]), encoding="utf-8")
 
 
-def _is_quiet(reading: LagReading, looked: tuple[str, int]) -> bool:
+def _is_quiet(reading: LagReading, remembered: tuple[str, int]) -> bool:
     """Return whether no commit is unread: the slot has read all of that time, and no transaction has ended or begun to write since."""
-    snapshot, insert_lsn = looked
+    snapshot, insert_lsn = remembered
     confirmed = reading.confirmed_flush_lsn
     return (
         confirmed is not None
@@ -91,7 +91,7 @@ def _remembered(settings: Settings) -> tuple[str, int] | None:
 
 def _path(settings: Settings) -> Path:
     tables = state_path(settings)
-    return tables.with_name(tables.name.replace("tables-", "look-", 1))
+    return tables.with_name(tables.name.replace("tables-", "reading-", 1))
 
 
 def _no_spark() -> NoReturn:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pgwal_pipeline.runner import Runner
 
 _ROUNDS = 3
-_LOOK_EVERY = 1.0  # seconds between readings of the lag while a snapshot is read
-_LOOK_AGAIN = 10.0  # the same, after a reading or a drain that failed
+_LAG_EVERY = 1.0  # seconds between readings of the lag while a snapshot is read
+_RETRY_AFTER = 10.0  # the same, after a reading or a drain that failed
 _TRIES = 10  # consecutive tries of a drain while a snapshot is read
 
 Part = Mapping[str, Any]
@@ -166,7 +166,7 @@ def _snapshot_beside_drains(settings: Settings, run: "Runner", config: Mapping[s
     with ThreadPoolExecutor(1, "pgwal-snapshot") as pool:
         reading = pool.submit(contextvars.copy_context().run, run, "snapshot", config=config)
         began, failures, failed = time.monotonic(), 0, None
-        while not wait([reading], _LOOK_EVERY).done:
+        while not wait([reading], _LAG_EVERY).done:
             if failed is not None:
                 continue
             try:
@@ -184,7 +184,7 @@ def _snapshot_beside_drains(settings: Settings, run: "Runner", config: Mapping[s
                     run.progress.warn(f"{error} The drain failed {failures} times in a row; the command fails when the snapshot has ended.")
                     continue
                 drained.append({"warnings": [f"{error} The snapshot goes on meanwhile, and the drain is tried again."]})
-                wait([reading], _LOOK_AGAIN)
+                wait([reading], _RETRY_AFTER)
             except PgwalError as error:
                 failed = error
                 run.progress.warn(f"{error} The snapshot is read to its end, and then the command fails.")

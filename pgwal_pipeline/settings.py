@@ -59,7 +59,7 @@ def _parse_conf(value: Any) -> Any:
 
 
 def _may_hold_secret(name: str, value: str) -> bool:
-    """Return whether an error must not repeat the value: any value of some settings, of others what looks like an address or a DSN."""
+    """Return whether an error must not repeat the value: any value of some settings, of others what has the form of an address or a DSN."""
     return name in _SECRET or "://" in value or "=" in value
 
 
@@ -97,6 +97,7 @@ class Settings(BaseModel):
     window_time: Annotated[Duration, Field(ge=1, description="a duration of at least 1s such as 60s")] = 60.0
     memory_budget: Annotated[Size, Field(ge=1 << 20, description="a size of at least 1MB such as 256MB")] = 256 << 20
     raw_retention: Annotated[Duration, Field(ge=0, description="a duration such as 7d")] = 7 * 86400.0
+    as_of_retention: Annotated[Duration, Field(ge=0, description="a duration such as 7d")] = 7 * 86400.0
     spark_master: Annotated[str, Field(min_length=1, description="a Spark master such as local[*] or spark://host:7077")] = "local[*]"
     spark_remote: Annotated[str | None, Field(pattern=r"\Asc://", description="a Spark Connect address such as sc://host:15002")] = None
     spark_idle: Annotated[Duration, Field(ge=0, description="a duration such as 15min; 0 starts Spark in each run")] = 900.0

@@ -14,6 +14,7 @@ from pgwal_pipeline.asset_specs import AssetNames, AssetSpecs
 from pgwal_pipeline.components.checks import build_health_check
 from pgwal_pipeline.components.dagster_internals import loading, state_is_missing
 from pgwal_pipeline.components.jobs import Steps, build_jobs
+from pgwal_pipeline.components.published import PublishedLake
 from pgwal_pipeline.components.resources import DSN_VARIABLE, LakeSpark, ReplicationSlot, settings_for, settings_without_source
 from pgwal_pipeline.components.sensors import build_lag_sensor, build_new_table_sensor, build_schedules
 from pgwal_pipeline.components.source import CdcSource
@@ -96,6 +97,7 @@ class PostgresCdcComponent(dg.StateBackedComponent, dg.Resolvable):
         return {
             source.slot_key: ReplicationSlot(dsn_variable=self.dsn_variable, overrides=dict(self.settings)),
             source.spark_key: LakeSpark(overrides=dict(self.settings)),
+            source.lake_key: PublishedLake(lake=self.settings.get("lake")),
         }
 
     def _definitions(self, tables: tuple[KnownTable, ...]) -> dg.Definitions:

@@ -23,7 +23,7 @@ from pgwal_pipeline.values.relation import TableName
 
 _VERSION = "pgwal/delta_version"
 _RECORDED = "pgwal/recorded"  # the entry of the slot's observations that names the publish that was recorded, and the tables in error
-_OBSERVATIONS = 20  # of the slot's newest, among which the last publish is looked for
+_OBSERVATIONS = 20  # of the slot's newest, among which the last publish is searched
 
 
 def build_publish(source: CdcSource) -> Step:
@@ -145,7 +145,7 @@ def _errors(settings: Settings) -> dict[TableName, str]:
 def _changed(context: StepContext, source: CdcSource, report: PublishReport, last: _Recorded) -> list[TableName]:
     """Return the tables whose Delta version is not the one of their newest materialization.
 
-    Only those are looked up in Dagster that do not stand where the publish before left them.
+    Dagster is asked only about those that do not stand where the publish before left them.
     """
     moved = {
         source.names.current(table): table

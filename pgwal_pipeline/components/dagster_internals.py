@@ -8,7 +8,10 @@ from contextlib import contextmanager
 
 import dagster as dg
 from dagster._core.definitions.definitions_load_context import DefinitionsLoadContext, DefinitionsLoadType
+from dagster._core.events import EngineEventData
 from dagster.components.utils.project_paths import get_code_server_metadata_key
+
+_SUBJECT = "pgwal/of"
 
 
 @contextmanager
@@ -36,3 +39,19 @@ def configure_logging_once(instance: dg.DagsterInstance) -> None:
     """
     handlers = list(instance.get_yaml_python_handlers())
     instance.get_yaml_python_handlers = lambda: handlers
+
+
+def agreed_in_run(instance: dg.DagsterInstance, run: dg.DagsterRun, what: str, proposal: tuple[str, str] | None = None) -> dict[str, str]:
+    """Return what the steps of a run have agreed on: by subject, the value that was written down first in the run's log.
+
+    `proposal` (a subject and a value) is written down before. So steps that run side by side in processes of their own get the same answer.
+    """
+    if proposal is not None:
+        subject, value = proposal
+        data = EngineEventData(metadata={what: dg.MetadataValue.text(value), _SUBJECT: dg.MetadataValue.text(subject)})
+        instance.report_engine_event(f"This run reads {subject} at {value}.", run, data)
+    agreed: dict[str, str] = {}
+    for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
+        if entry.dagster_event is not None and what in (found := entry.dagster_event.engine_event_data.metadata):
+            agreed.setdefault(str(found[_SUBJECT].value), str(found[what].value))
+    return agreed

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from pgwal_pipeline.components.failures import at_work
-from pgwal_pipeline.components.requests import LOOK, SourceReading
+from pgwal_pipeline.components.requests import SOURCE_READING, SourceReading
 from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, slot_of, spark_of
 from pgwal_pipeline.components.steps import Step
 from pgwal_pipeline.messages import progress
@@ -58,10 +58,11 @@ def _drain_and_report(context: StepContext, source: CdcSource) -> WindowReport |
     key = context.partition_key
     slot = slot_of(context, source)
     with at_work(context, source.slot_tags):
-        report, look = _drain(context, slot, key)
+        report, reading = _drain(context, slot, key)
     report_windows(context, source, report, own_key=key)
     hint_unknown(context, source, report.tables)
-    observe_slot(context, source, _numbers(report), report.to_json(), {} if look is None else {LOOK: dg.MetadataValue.json(asdict(look))})
+    more = {} if reading is None else {SOURCE_READING: dg.MetadataValue.json(asdict(reading))}
+    observe_slot(context, source, _numbers(report), report.to_json(), more)
     return next((window for window in report.windows if window.key == key), None)
 
 

@@ -12,8 +12,8 @@ from pgwal_pipeline.pipeline.reports import LagReading
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import parse_window_key, window_key
 
-LOOK = "pgwal/look"
-"""The metadata entry of the slot's observations in which a drain records what it saw of the source before it read the slot."""
+SOURCE_READING = "pgwal/source_reading"
+"""The metadata entry of the slot's observations in which a drain records its reading of the source from before it read the slot."""
 
 ACTIVE = (
     dg.DagsterRunStatus.QUEUED,
@@ -30,7 +30,7 @@ IDLE_BYTES = 16 << 20
 _FIRST_PAUSE = 10.0
 _LONGEST_PAUSE = 900.0
 _REMEMBERED = 9
-_LOOKS = 8
+_MOST_READINGS = 8
 _OBSERVATIONS = 20
 
 
@@ -47,22 +47,22 @@ class SourceReading:
     at: float
 
 
-def look_again(looks: Sequence[SourceReading], reading: LagReading, now: float) -> tuple[tuple[SourceReading, ...], float | None]:
-    """Add `reading` to `looks`; return those worth keeping, oldest first, and for how many seconds a commit may have been unread.
+def add_reading(readings: Sequence[SourceReading], reading: LagReading, now: float) -> tuple[tuple[SourceReading, ...], float | None]:
+    """Add `reading` to `readings`; return those worth keeping, oldest first, and for how many seconds a commit may have been unread.
 
     The seconds are None if nothing is unread. They count from the newest entry that the slot has read, or from the oldest one if it has
     read none. An entry from the future was made before the clock was set back, and counts from `now` on.
     """
-    looks = [replace(look, at=min(look.at, now)) for look in looks]
+    readings = [replace(earlier, at=min(earlier.at, now)) for earlier in readings]
     confirmed = reading.confirmed_flush_lsn if reading.confirmed_flush_lsn is not None else -1
     if reading.insert_lsn <= confirmed:
         return (SourceReading(reading.snapshot, reading.insert_lsn, now),), None
-    read = [look for look in looks if look.insert_lsn <= confirmed][-1:]
+    read = [earlier for earlier in readings if earlier.insert_lsn <= confirmed][-1:]
     if read and read[0].snapshot == reading.snapshot:
         return (replace(read[0], at=now),), None
-    waiting = [look for look in looks if look.insert_lsn > confirmed]
-    if all(look.snapshot != reading.snapshot for look in waiting):
-        waiting = [*waiting[: _LOOKS - 1], SourceReading(reading.snapshot, reading.insert_lsn, now)]
+    waiting = [earlier for earlier in readings if earlier.insert_lsn > confirmed]
+    if all(earlier.snapshot != reading.snapshot for earlier in waiting):
+        waiting = [*waiting[: _MOST_READINGS - 1], SourceReading(reading.snapshot, reading.insert_lsn, now)]
     since = [*read, *waiting][0].at
     return (*read, *waiting), max(0.0, now - since)
 
@@ -109,14 +109,14 @@ def window_to_drain(reading: LagReading, last_key: str | None = None) -> str | N
     return window_key(reading.flush_lsn) if reading.flush_lsn > confirmed else None
 
 
-def look_of_last_drain(instance: dg.DagsterInstance, slot: dg.AssetKey) -> SourceReading | None:
-    """Return what the newest drain saw of the source before it read, None if none is recorded.
+def reading_of_last_drain(instance: dg.DagsterInstance, slot: dg.AssetKey) -> SourceReading | None:
+    """Return the reading of the source from before the newest drain, None if none is recorded.
 
     It is the start for a sensor whose cursor is empty, and for the schedule, which has none.
     """
     for record in instance.fetch_observations(slot, limit=_OBSERVATIONS).records:
         observation = record.asset_observation
-        entry = observation.metadata.get(LOOK) if observation is not None else None
+        entry = observation.metadata.get(SOURCE_READING) if observation is not None else None
         if isinstance(entry, dg.JsonMetadataValue) and isinstance(entry.data, dict):
             return SourceReading(**entry.data)
     return None

@@ -10,7 +10,15 @@ import dagster as dg
 from pgwal_pipeline.components.checks import health_evaluation, judge_health
 from pgwal_pipeline.components.jobs import Jobs
 from pgwal_pipeline.components.processes import end_dead_runs
-from pgwal_pipeline.components.requests import SourceReading, busy, look_again, look_of_last_drain, pausing, what_is_due, window_to_drain
+from pgwal_pipeline.components.requests import (
+    SourceReading,
+    add_reading,
+    busy,
+    pausing,
+    reading_of_last_drain,
+    what_is_due,
+    window_to_drain,
+)
 from pgwal_pipeline.components.source import SLOT_TAG, SNAPSHOT_TAG, CdcSource
 from pgwal_pipeline.pipeline.reports import LagReading
 from pgwal_pipeline.values.lsn import window_key
@@ -26,14 +34,14 @@ _REPORT_SECONDS = 300.0  # between two reports of an unchanged verdict
 class LagCursor:
     """What the lag sensor keeps from tick to tick.
 
-    `key` is the window it requested last; `attempt` counts its requests, so that no two share a run key. `looks`: see
+    `key` is the window it requested last; `attempt` counts its requests, so that no two share a run key. `readings`: see
     `requests.SourceReading`. `flush_lsn` and `at` (Unix seconds) are the last reading, from which the WAL rate is computed. `verdict` and
     `reported_at` are the health it reported last, and when.
     """
 
     key: str | None = None
     attempt: int = 0
-    looks: tuple[SourceReading, ...] = ()
+    readings: tuple[SourceReading, ...] = ()
     flush_lsn: int | None = None
     at: float = 0.0
     verdict: str = ""
@@ -44,7 +52,7 @@ class LagCursor:
         """Parse what `dump` wrote; return a new cursor if `text` is None or written by another version."""
         try:
             values: dict[str, Any] = dict(json.loads(text or "{}"))
-            values["looks"] = tuple(SourceReading(**look) for look in values.get("looks", ()))
+            values["readings"] = tuple(SourceReading(**reading) for reading in values.get("readings", ()))
             return cls(**values)
         except (ValueError, TypeError):
             return cls()
@@ -55,23 +63,23 @@ class LagCursor:
 
 
 def build_lag_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:
-    """Build the sensor `wal_lag`; see `look_at_lag`."""
+    """Build the sensor `wal_lag`; see `evaluate_lag`."""
 
     @dg.sensor(
         name=source.named("wal_lag"),
         description="Requests a sync when the slot lags by PGWAL_LAG_THRESHOLD, or a commit is unread for PGWAL_MAX_STALENESS.",
         jobs=[jobs.sync, jobs.publish],
-        minimum_interval_seconds=max(5, min(30, round(source.settings.max_staleness / 3))),
+        minimum_interval_seconds=max(1, min(20, round(source.settings.max_staleness / 3))),
         default_status=dg.DefaultSensorStatus.RUNNING,
         required_resource_keys={source.slot_key},
     )
     def wal_lag(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        return look_at_lag(context, source, jobs, getattr(context.resources, source.slot_key))
+        return evaluate_lag(context, source, jobs, getattr(context.resources, source.slot_key))
 
     return wal_lag
 
 
-def look_at_lag(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> dg.SensorResult:
+def evaluate_lag(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> dg.SensorResult:
     """Request a sync when the lag or its age reaches its limit, or a publish when only that is due; report the slot's health.
 
     Nothing is requested while a run works on the slot, or during the pause after failures; the skip reason says which. Errors that prevent
@@ -83,11 +91,11 @@ def look_at_lag(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jo
     settings = slot.settings
     reading = slot.lag()
     now = time.time()
-    looks, unread = look_again(cursor.looks or _first_look(context.instance, source), reading, now)
+    readings, unread = add_reading(cursor.readings or _first_reading(context.instance, source), reading, now)
     due = what_is_due(reading, unread, settings)
     # Late: a commit has been unread for so much longer than PGWAL_MAX_STALENESS that runs do not keep up with the source.
     late = not reading.slot_exists or (unread or 0.0) > 2 * settings.max_staleness + 60.0
-    events, cursor = _report_slot(source, reading, replace(cursor, looks=looks), now, late=late)
+    events, cursor = _report_slot(source, reading, replace(cursor, readings=readings), now, late=late)
     held = _held_up(context.instance, source, jobs) if due.job is not None else None
     if due.job is None or held is not None:
         return dg.SensorResult(skip_reason=f"{due.reason} {held or ''}".strip(), cursor=cursor.dump(), asset_events=events)
@@ -112,9 +120,9 @@ def _held_up(instance: dg.DagsterInstance, source: CdcSource, jobs: Jobs) -> str
     return busy(instance, SLOT_TAG, source.tag) or pausing(instance, SLOT_TAG, source.tag, watched)
 
 
-def _first_look(instance: dg.DagsterInstance, source: CdcSource) -> tuple[SourceReading, ...]:
-    look = look_of_last_drain(instance, source.names.slot)
-    return () if look is None else (look,)
+def _first_reading(instance: dg.DagsterInstance, source: CdcSource) -> tuple[SourceReading, ...]:
+    reading = reading_of_last_drain(instance, source.names.slot)
+    return () if reading is None else (reading,)
 
 
 def _report_slot(source: CdcSource, reading: LagReading, cursor: LagCursor, now: float, *, late: bool) -> tuple[list[Any], LagCursor]:
@@ -137,7 +145,7 @@ def _report_slot(source: CdcSource, reading: LagReading, cursor: LagCursor, now:
 
 
 def build_new_table_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:
-    """Build the sensor `new_tables`; see `look_for_new_tables`."""
+    """Build the sensor `new_tables`; see `evaluate_new_tables`."""
 
     @dg.sensor(
         name=source.named("new_tables"),
@@ -148,12 +156,12 @@ def build_new_table_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition
         required_resource_keys={source.slot_key},
     )
     def new_tables(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        return look_for_new_tables(context, source, jobs, getattr(context.resources, source.slot_key))
+        return evaluate_new_tables(context, source, jobs, getattr(context.resources, source.slot_key))
 
     return new_tables
 
 
-def look_for_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> dg.SensorResult:
+def evaluate_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> dg.SensorResult:
     """Request a snapshot run while tables of the publication are not read whole yet: one run at a time, with pauses after failures.
 
     None is requested while all these tables wait for older transactions. Errors that prevent a reading are raised, and the tick fails.
@@ -194,7 +202,7 @@ def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition
         required_resource_keys={source.slot_key},
     )
     def hourly_sync(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-        return look_each_hour(context.instance, source, getattr(context.resources, source.slot_key))
+        return evaluate_hourly_sync(context.instance, source, getattr(context.resources, source.slot_key))
 
     @dg.schedule(
         name=source.named("nightly_maintenance"),
@@ -209,13 +217,13 @@ def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition
     return [hourly_sync, nightly_maintenance]
 
 
-def look_each_hour(instance: dg.DagsterInstance, source: CdcSource, slot: "ReplicationSlot") -> dg.RunRequest | dg.SkipReason:
+def evaluate_hourly_sync(instance: dg.DagsterInstance, source: CdcSource, slot: "ReplicationSlot") -> dg.RunRequest | dg.SkipReason:
     """Request a sync if anything is unread. The window's partition is added here, since a schedule's tick cannot request one.
 
     Errors that prevent a reading, such as SourceUnavailable, are raised, and the tick fails.
     """
     reading = slot.lag()
-    if reading.slot_exists and look_again(_first_look(instance, source), reading, time.time())[1] is None:
+    if reading.slot_exists and add_reading(_first_reading(instance, source), reading, time.time())[1] is None:
         return dg.SkipReason("Nothing is unread.")
     held = busy(instance, SLOT_TAG, source.tag)
     key = window_to_drain(reading)

@@ -68,6 +68,11 @@ class CdcSource:
         return self.named("spark")
 
     @property
+    def lake_key(self) -> str:
+        """The key of the PublishedLake resource."""
+        return self.named("lake")
+
+    @property
     def tag(self) -> str:
         """The value of this source's run tags."""
         return f"{self.name}.{self.settings.slot}" if self.name else self.settings.slot
@@ -81,10 +86,6 @@ class CdcSource:
     def snapshot_tags(self) -> dict[str, str]:
         """The tags of the job that reads tables whole."""
         return {SNAPSHOT_TAG: self.tag}
-
-    def knows(self, table: TableName) -> bool:
-        """Return whether the definitions have assets for the table."""
-        return any(known.table == table for known in self.tables)
 
 
 def op_safe(specs: Sequence[dg.AssetSpec]) -> tuple[list[dg.AssetSpec], dict[dg.AssetKey, dg.AssetKey]]:
@@ -164,7 +165,7 @@ def hint_unknown(context: StepContext, source: CdcSource, tables: Iterable[Table
 
     settings = slot_of(context, source).settings
     locations = {state.oid: state.location for state in Ledger(Lake(settings.lake)).tables().values() if state.followed}
-    unknown = [table for table in sorted(tables) if not source.knows(table)]
+    unknown = sorted({*tables} - {known.table for known in source.tables})
     if unknown:
         listed = printable(", ".join(map(str, unknown)))
         context.log.warning(f"Captured, but not yet among the definitions: {listed}. Reload the code location to see them as assets.")

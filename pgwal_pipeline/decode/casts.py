@@ -46,7 +46,7 @@ def cast_text(texts: pa.StringArray, declared: PgType) -> tuple[pa.Array, Mask |
 
 
 def cast_to(texts: pa.StringArray, target: Target) -> Cast:
-    """Cast as `cast_text` does, to a type looked up before. Texts need not be UTF-8: in a string column others are misfits."""
+    """Cast as `cast_text` does, to a type found before. Texts need not be UTF-8: in a string column others are misfits."""
     if texts.null_count == len(texts):
         return Cast(pa.nulls(len(texts), target.arrow))
     if target.binary is not None:

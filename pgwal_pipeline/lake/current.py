@@ -24,6 +24,7 @@ from pgwal_pipeline.lake.standing import (
     FENCE,
     GENERATION,
     generation,
+    hours_since,
     last_output_rows,
     open_current,
     row_count,
@@ -204,10 +205,15 @@ def optimize(spark: "SparkSession", path: str) -> int:
     return version(path)
 
 
-def vacuum(spark: "SparkSession", path: str, retention_hours: float) -> None:
-    """Delete the files that no version of the last `retention_hours` needs. Older versions cannot be read afterwards."""
+def vacuum(spark: "SparkSession", path: str, retention_hours: float, oldest: int | None = None) -> None:
+    """Delete the files that no version of the last `retention_hours` needs. Older versions cannot be read afterwards.
+
+    A version counts for as long as it is the newest. `oldest` is one that has to stay readable, however old it is: a table that does not
+    change has the same version for months, and readers refuse one that is older than the table's log is kept.
+    """
     with isolated(spark, conf_for(written_rows(path))) as session, failures(path):
-        _keep_readable(session, path, max(math.ceil(retention_hours), _HISTORY_HOURS))
+        age = 0.0 if oldest is None else hours_since(path, oldest)
+        _keep_readable(session, path, math.ceil(max(retention_hours, age) + _HISTORY_HOURS))
         session.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
         # With true, Delta ignores RETAIN and takes the table's property.
         session.conf.set("spark.databricks.delta.vacuum.retentionWindowIgnore.enabled", "false")
@@ -356,7 +362,7 @@ def _replace(
             whole, lacking = _with_events(source, snapshot, raw, changes.schema, types, request)
         whole = _with_dropped(whole, shape, _read(session, path) if request.keep else None, request.keep)
     properties = {"delta.enableDeletionVectors": "true", GENERATION: request.generation, **_readable(_HISTORY_HOURS)}
-    properties |= _features({field.name: field.dataType.simpleString() for field in whole.schema.fields})
+    properties |= delta_features({field.name: field.dataType.simpleString() for field in whole.schema.fields})
     with table_failures(shape, lambda: lacking):
         writer = whole.writeTo(statements.table_at(path)).using("delta").options(**fence)
         for name, value in properties.items():
@@ -443,14 +449,14 @@ def _widen(session: "SparkSession", path: str, shape: Shape, wanted: StructType,
         return False
     table = open_current(path)
     has = {} if table is None else table.metadata().configuration
-    lacking = {name: value for name, value in _features(types).items() if has.get(name) != value}
+    lacking = {name: value for name, value in delta_features(types).items() if has.get(name) != value}
     if lacking:
         session.sql(statements.set_properties(path, lacking)).collect()
     session.sql(statements.add_columns(path, types, shape.columns)).collect()
     return True
 
 
-def _features(types: Mapping[str, str]) -> dict[str, str]:
+def delta_features(types: Mapping[str, str]) -> dict[str, str]:
     """The table properties that these columns (name to Delta type) need: Delta does not enable a table feature by itself."""
     properties = {}
     if any("timestamp_ntz" in kind for kind in types.values()):

@@ -28,7 +28,7 @@ STAGES = {
     "merge": "its changes could not be merged",
     "replace": "its current table could not be made from the rows read",
     "compare": "it could not be compared with the source",
-    "maintain": "its files could not be tidied up",
+    "maintain": "its files could not be compacted, vacuumed or pruned",
 }
 """The stages of work for a single table, each with the message for its failure."""
 

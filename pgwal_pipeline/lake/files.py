@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _FEW = 32
-"""Up to this many files Spark looks them up from the driver; for more it starts a job."""
+"""Up to this many files Spark lists them on the driver; for more it starts a job."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ def snapshot(snapshot_path: str, generation: str) -> Files | None:
     return _files(snapshot_path, GENERATION, lambda name: name == generation)
 
 
-def require(table: TableName, counted: int, found: Mapping[str, Files | None]) -> None:
-    """Raise LakeError if the files found at these paths have fewer rows together than the ledger has `counted`.
+def require(table: TableName, expected: int, found: Mapping[str, Files | None]) -> None:
+    """Raise LakeError if the files found at these paths have fewer rows together than the `expected` number, which is the ledger's.
 
     A snapshot may have more rows, from attempts that died.
     """
     rows = [0 if files is None else files.rows for files in found.values()]
     there = sum(filter(None, rows))
-    if None not in rows and there < counted:
+    if None not in rows and there < expected:
         raise LakeError(
-            f"{table}: {' and '.join(found)} {'has' if len(found) == 1 else 'have'} {there} of the {counted} rows that the ledger counts "
+            f"{table}: {' and '.join(found)} {'has' if len(found) == 1 else 'have'} {there} of the {expected} rows that the ledger counts "
             f"there, so files are missing: restore them from a copy of the lake, or run `pgwal resnapshot '{table}'`."
         )
 

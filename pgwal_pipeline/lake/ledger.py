@@ -99,7 +99,7 @@ class Ledger:
         self._plans.append(lambda _: as_rows.plan_rows(plan, _now()))
 
     def plan(self) -> Plan | None:
-        """Return the plan that starts at the frontier, None if there is none. None of its windows has been counted yet."""
+        """Return the plan that starts at the frontier, None if there is none. None of its windows is committed yet."""
         found = as_rows.plans(self._plans.rows())
         frontier = self.frontier() if found else None
         return next((plan for plan in found if plan.start_lsn == frontier and plan.ends), None)

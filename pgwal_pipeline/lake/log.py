@@ -1,4 +1,4 @@
-"""A small append-only Delta table: of the rows with one key the newest counts.
+"""A small append-only Delta table: of the rows with one key the newest is valid.
 
 Every append carries the number of its last row as a Delta transaction, so appends are strictly ordered: the slower of two writers fails,
 reads again and decides again. So every decision is made with all earlier rows known.
@@ -37,46 +37,46 @@ _CONFIGURATION = {
 class RowLog:
     """The log at `lake.ledger(name)` with the columns of `schema`; the columns named in `key` identify a row. Threads may share one.
 
-    `counting` reduces the newest rows of all keys further, to those that count. A log that does not exist reads as no rows; reading creates
+    `select` reduces the newest rows of all keys further, to the valid ones. A log that does not exist reads as no rows; reading creates
     nothing. All methods raise LakeError if the lake cannot be used.
     """
 
     def __init__(
-        self, lake: Lake, name: str, schema: pa.Schema, key: Sequence[str], counting: Callable[[pa.Table], pa.Table] = lambda rows: rows
+        self, lake: Lake, name: str, schema: pa.Schema, key: Sequence[str], select: Callable[[pa.Table], pa.Table] = lambda rows: rows
     ) -> None:
         self._lake = lake
         self._uri = lake.ledger(name)
         self._folder = lake.relative(self._uri)
         self._schema = pa.schema([pa.field(SEQUENCE, pa.int64()), *schema])
         self._key = list(key)
-        self._counting = counting
+        self._select = select
         self._lock = threading.RLock()
         self._table: DeltaTable | None = None
         self._version = -1
         self._sizes: dict[str, int] = {}
         self._files: dict[str, pa.Table] = {}
-        self._counting_rows: pa.Table | None = None
+        self._valid_rows: pa.Table | None = None
 
     def rows(self) -> pa.Table:
-        """Return the rows that count now, oldest first, with `seq` as the first column."""
+        """Return the rows that are valid now, oldest first, with `seq` as the first column."""
         with self._lock, lake_errors(self._uri):
-            self._look()
-            return self._counted()
+            self._refresh()
+            return self._valid()
 
     def append(self, decide: Callable[[pa.Table], pa.Table]) -> None:
-        """Append the rows that `decide` returns, given the rows that count. Its rows have no `seq`; if it returns none, nothing is written.
+        """Append the rows that `decide` returns, given the valid rows. Its rows have no `seq`; if it returns none, nothing is written.
 
         `decide` is called again if another writer was faster, so it has seen every earlier row. Its errors pass through.
         """
         with self._lock, lake_errors(self._uri):
-            self._look()
+            self._refresh()
             if self._table is None:
-                if decide(self._counted()).num_rows == 0:
+                if decide(self._valid()).num_rows == 0:
                     return
                 self._table = ensure_table(self._lake, self._uri, self._schema, configuration=_CONFIGURATION)
                 self._load()
             for attempt in range(ATTEMPTS):
-                rows = decide(self._counted())
+                rows = decide(self._valid())
                 if rows.num_rows == 0:
                     return
                 last = self._last()
@@ -85,19 +85,19 @@ class RowLog:
                     self._join_small_files()
                     return
                 time.sleep(random.uniform(0, min(0.5, 0.005 * 2**attempt)))  # noqa: S311 - two writers must not keep step
-                self._look()
+                self._refresh()
             raise crowded(self._uri)
 
     def rewrite(self, keep: Callable[[pa.Table], pa.Table]) -> None:
-        """Delete all rows but those that `keep` returns, given the rows that count."""
+        """Delete all rows but those that `keep` returns, given the valid rows."""
         with self._lock, lake_errors(self._uri):
             for _ in range(ATTEMPTS):
-                self._look()
-                if not self._files or self._commit(list(self._files), keep(self._counted()), self._last()):
+                self._refresh()
+                if not self._files or self._commit(list(self._files), keep(self._valid()), self._last()):
                     return
             raise crowded(self._uri)
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         """Read the log's commits since the last call."""
         if self._table is None:
             self._table = open_table(self._lake, self._uri)
@@ -117,7 +117,7 @@ class RowLog:
         self._sizes = dict(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
         self._files = {name: self._files[name] if name in self._files else self._read(name) for name in self._sizes}
         self._version = version
-        self._counting_rows = None
+        self._valid_rows = None
 
     def _read(self, name: str) -> pa.Table:
         with lake_errors(f"{self._uri}/{name}"), filesystem(self._lake.uri).open_input_file(f"{self._folder}/{name}") as file:
@@ -132,22 +132,22 @@ class RowLog:
         ]
         return pa.table(columns, self._schema.names).cast(self._schema)
 
-    def _counted(self) -> pa.Table:
-        if self._counting_rows is None:
+    def _valid(self) -> pa.Table:
+        if self._valid_rows is None:
             rows = pa.concat_tables(self._files.values()) if self._files else self._schema.empty_table()
             newest = rows.group_by(self._key).aggregate([(SEQUENCE, "max")])[f"{SEQUENCE}_max"]
-            self._counting_rows = self._counting(_numbered(rows, newest).sort_by(SEQUENCE))
-        return self._counting_rows
+            self._valid_rows = self._select(_numbered(rows, newest).sort_by(SEQUENCE))
+        return self._valid_rows
 
     def _last(self) -> int:
         return (None if self._table is None else self._table.transaction_version(_MARKER)) or 0
 
     def _join_small_files(self) -> None:
-        """Join many small files into one, with only the rows that count. If another writer is faster, a later append does it."""
+        """Join many small files into one, with only the valid rows. If another writer is faster, a later append does it."""
         small = [name for name, size in self._sizes.items() if size < _LARGE_FILE]
         if len(small) > _MANY_FILES:
             joined = pa.concat_tables([self._files[name] for name in small])
-            self._commit(small, _numbered(self._counted(), joined[SEQUENCE]), self._last())
+            self._commit(small, _numbered(self._valid(), joined[SEQUENCE]), self._last())
 
     def _commit(self, removed: Sequence[str], rows: pa.Table, last: int) -> bool:
         """Replace the files `removed` by one with `rows`; False, with nothing changed, if another writer was faster."""

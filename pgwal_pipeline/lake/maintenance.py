@@ -6,15 +6,17 @@ This covers what delta-rs writes: raw, the snapshots and the ledger. Spark maint
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.fs as pafs
 from deltalake import DeltaTable, WriterProperties
 from deltalake.exceptions import CommitFailedError
 
 from pgwal_pipeline.lake.delta import ATTEMPTS, crowded, lake_errors, open_table
 from pgwal_pipeline.lake.faults import table_work
-from pgwal_pipeline.lake.layout import Lake, stored
+from pgwal_pipeline.lake.layout import Lake, filesystem, stored
 from pgwal_pipeline.lake.ledger import LOGS, Ledger
 from pgwal_pipeline.lake.records import TableState, Window
 from pgwal_pipeline.lake.snapshots import generations, remove_generations, remove_unfinished
@@ -37,12 +39,12 @@ class Pruned:
 
 
 def raised(error: TableError) -> None:
-    """Raise the error of a table that cannot be tidied up (the default for `refused`)."""
+    """Raise the error of a table that cannot be compacted, vacuumed or pruned (the default for `refused`)."""
     raise error
 
 
 Refused = Callable[[TableError], None]
-"""Takes the error of a table that cannot be tidied up by its own fault; the others go on."""
+"""Takes the error of a table that cannot be compacted, vacuumed or pruned by its own fault; the others go on."""
 
 
 def prune_raw(lake: Lake, ledger: Ledger, older_than: datetime, published_lsn: int, refused: Refused = raised) -> Pruned:
@@ -218,6 +220,18 @@ def vacuum(lake: Lake, ledger: Ledger, readers: timedelta = _READERS, writers: t
 
     data = _for_each(lake, locations(lake), both, refused)
     return data + sum(one(lake.ledger(name)) for name in LOGS)
+
+
+def bytes_of_older_versions(lake: Lake, uri: str) -> int:
+    """Return the bytes of the data files at `uri` that the newest version does not name. Raises LakeError."""
+    with lake_errors(uri):
+        table = open_table(lake, uri)
+        if table is None:
+            return 0
+        named = {unquote(path).rsplit("/", 1)[-1] for path in pa.table(table.get_add_actions(flatten=True))["path"].to_pylist()}
+        found = filesystem(uri).get_file_info(pafs.FileSelector("", recursive=True))
+        files = [entry for entry in found if entry.type == pafs.FileType.File and not entry.path.startswith("_delta_log/")]
+        return sum(entry.size for entry in files if entry.base_name.endswith(".parquet") and entry.base_name not in named)
 
 
 def _vacuum(table: DeltaTable, age: timedelta, *, full: bool) -> list[str]:

@@ -183,7 +183,7 @@ class TableState:
         unread = replace(self, generation=None, reading=None, published=None, gap_lsn=gap)
         return unread.failed(stage, reason, datetime.now(UTC))
 
-    def mended(self) -> "TableState":
+    def without_error(self) -> "TableState":
         """Return the table without any trace of an error. The caller has to set its state."""
         return replace(self, reason=None, stage=None, gap_lsn=None, failures=0, retry_at=None)
 

@@ -146,7 +146,7 @@ def rows_after(target: "DataFrame", schema: StructType, changes: "DataFrame", ki
 def write(found: Small, rows: "DataFrame", to_lsn: int) -> int:
     """Write `rows` (`rows_after`) as the whole table, in one commit that brings it to `to_lsn`; return how many rows changed.
 
-    Raises LakeError if another writer has changed the table since `found` was looked at.
+    Raises LakeError if another writer has changed the table since `found` was opened.
     """
     schema = plain_schema(pa.schema(found.table.schema().to_arrow()))
     computed = to_arrow(rows)

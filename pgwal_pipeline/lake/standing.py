@@ -1,5 +1,6 @@
 """Read the state of a `current` table from its Delta log, without Spark: version, watermark, generation, rows."""
 
+import time
 from dataclasses import dataclass
 
 from deltalake import DeltaTable, QueryBuilder
@@ -54,6 +55,15 @@ def version(path: str) -> int:
     """Return the newest Delta version of the table at `path`. Raises LakeError if there is none."""
     with lake_errors(path):
         return DeltaTable(path, storage_options=storage_options(path)).version()
+
+
+def hours_since(path: str, version: int) -> float:
+    """Return the age of a version of the table at `path` in hours; if the log no longer has its commit, that of the oldest it has."""
+    with lake_errors(path):
+        table = DeltaTable(path, storage_options=storage_options(path))
+        commits = {commit["version"]: commit["timestamp"] / 1000 for commit in table.history() if "timestamp" in commit}
+    made_at = commits.get(version, min(commits.values(), default=time.time()))
+    return max(0.0, time.time() - made_at) / 3600
 
 
 def generation(path: str) -> str | None:

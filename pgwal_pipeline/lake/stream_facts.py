@@ -90,7 +90,7 @@ class StreamFacts:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A window of a plan that has been read: its files are durable but not counted yet. With it the facts that its stream told."""
+    """A window of a plan that has been read: its files are durable but not committed yet. With it the facts that its stream told."""
 
     window: Window
     facts: StreamFacts

@@ -35,7 +35,7 @@ def dropped(state: TableState, before: Storage, now: Storage) -> tuple[str, ...]
 def read_again(state: TableState, entry: CatalogEntry, reason: str, joined_xid: int | None = None) -> TableState:
     """Return the state of a table whose rows must be read again before it can be published; its old `current` stays until then."""
     return replace(
-        state.mended(),
+        state.without_error(),
         state="pending",
         reason=f"it is read again: {reason}",
         key=entry.relation.key,

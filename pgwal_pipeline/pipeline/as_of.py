@@ -1,48 +1,16 @@
-"""Find a publish by LSN or time."""
+"""Describe a publish that is found by LSN or time."""
 
-from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
+from pgwal_pipeline.lake.as_of import publish_as_of
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger, Publish
-from pgwal_pipeline.messages.errors import LakeError, SettingError
+from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.pipeline.status import publish_report
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline.values.lsn import parse_lsn
 
 
 def find_publish(settings: Settings, when: str = "latest") -> dict[str, Any]:
-    """Return the newest publish at or before `when` as JSON: `latest`, an LSN as `X/Y`, or an ISO 8601 time (UTC if it has no offset).
-
-    Raises SettingError if `when` is none of these, LakeError if nothing was published by then.
-    """
-    publishes = Ledger(Lake(settings.lake)).publishes()
-    if not publishes:
-        raise LakeError(f"Nothing has been published in the lake {settings.lake} yet; run `pgwal sync` first.")
-    found = _newest(publishes, when)
-    if found is None:
-        raise LakeError(
-            f"Nothing was published at or before {when}; the oldest publish in the lake is from {publishes[0].published_at.isoformat()}."
-        )
-    answer = publish_report(found).to_json()
+    """Return the newest publish at or before `when` as `pgwal as-of --json` prints it; see `publish_as_of`."""
+    answer = publish_report(publish_as_of(Ledger(Lake(settings.lake)), when)).to_json()
     assert answer is not None
     return answer
-
-
-def _newest(publishes: Sequence[Publish], when: str) -> Publish | None:
-    if when == "latest":
-        return publishes[-1]
-    try:
-        lsn = parse_lsn(when)
-    except ValueError:
-        lsn = None
-    if lsn is not None:
-        return max((publish for publish in publishes if publish.lsn <= lsn), key=lambda publish: publish.lsn, default=None)
-    try:
-        moment = datetime.fromisoformat(when)
-    except ValueError:
-        raise SettingError(f"{when!r} is not latest, an LSN such as 16/B374D848 or a time such as 2026-01-31T12:00:00Z.") from None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return max((publish for publish in publishes if publish.published_at <= moment), key=lambda publish: publish.published_at, default=None)

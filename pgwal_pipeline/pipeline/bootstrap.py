@@ -281,7 +281,7 @@ def _require_same_publication(conn: Connection, recorded: Source, frontier: int 
     if frontier is not None and recorded.publication_oid == _NOT_SENT:
         raise SlotLost(
             f"The source failed at a change that slot {recorded.slot} had to send, and the stream has nothing after "
-            f"{format_lsn(frontier)}. Mend the cause, or leave the table out of the publication; then run `pgwal resnapshot --all` to make "
+            f"{format_lsn(frontier)}. Fix the cause, or leave the table out of the publication; then run `pgwal resnapshot --all` to make "
             f"the slot anew and read every table again."
         )
     if frontier is not None and recorded.publication_oid not in (0, now):

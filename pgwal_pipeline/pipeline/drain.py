@@ -92,15 +92,15 @@ def drain(settings: Settings, *, end_lsn: int | None = None, progress: Progress)
 
 def _kept(error: SourceUnavailable) -> str:
     """Return a sentence about the transactions that came whole before the connection broke and are not read again."""
-    came: list[Window | WindowRead] = []
+    received: list[Window | WindowRead] = []
     if isinstance(error, StreamBroke):
-        came = [*error.counted, *([] if error.kept is None else [error.kept])]
-    if not came:
+        received = [*error.complete, *([] if error.kept is None else [error.kept])]
+    if not received:
         return "No transaction had come whole."
-    rows = sum(write.rows for window in came for write in (window.tables if isinstance(window, Window) else window.writes))
+    rows = sum(write.rows for window in received for write in (window.tables if isinstance(window, Window) else window.writes))
     return (
-        f"What came whole is kept: {rows:,} rows of {sum(window.transactions for window in came):,} transactions, up to "
-        f"{format_lsn(came[-1].end_lsn)}, read in {sum(window.seconds['drain'] for window in came):.1f} s."
+        f"What came whole is kept: {rows:,} rows of {sum(window.transactions for window in received):,} transactions, up to "
+        f"{format_lsn(received[-1].end_lsn)}, read in {sum(window.seconds['drain'] for window in received):.1f} s."
     )
 
 
@@ -154,7 +154,7 @@ class _Patience:
     def pause(self, error: SourceUnavailable) -> float | None:
         """Return the seconds to wait before the next attempt; None to give up, since there has been no progress for too long."""
         now = time.monotonic()
-        if not self._failures or (isinstance(error, StreamBroke) and (error.kept is not None or error.counted)):
+        if not self._failures or (isinstance(error, StreamBroke) and (error.kept is not None or error.complete)):
             self._since, self._failures = now, 0
         if now - self._since > _PATIENCE:
             return None
@@ -289,21 +289,21 @@ def _on_one_stream(ctx: DrainContext, stretch: _Stretch, entries: Mapping[TableN
     """Read a stretch on one stream, window by window, and confirm the slot up to its end."""
     started = time.perf_counter()
     with open_stream(ctx, stretch.start_lsn) as stream:
-        counted = _drain_windows(ctx, entries, stretch, stream) if stretch.end_lsn > stretch.start_lsn else []
+        windows = _drain_windows(ctx, entries, stretch, stream) if stretch.end_lsn > stretch.start_lsn else []
         failpoints.hit("drain.before_confirm")
         try:
             stream.confirm(stretch.end_lsn)
             _await_confirmation(ctx.conn, ctx.settings.slot, stretch.end_lsn)
         except SourceUnavailable as error:
-            raise StreamBroke(error, None, counted) from error
+            raise StreamBroke(error, None, windows) from error
         failpoints.hit("drain.after_confirm")
     spent = time.perf_counter() - started
-    for window in counted[:-1]:
+    for window in windows[:-1]:
         report = window_report(window)
         spent -= report.seconds["drain"]
         done.add(report, report.seconds)
-    if counted:
-        report = _report(counted[-1], max(0.0, spent))
+    if windows:
+        report = _report(windows[-1], max(0.0, spent))
         done.add(report, report.seconds)
 
 

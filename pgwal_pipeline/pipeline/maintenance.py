@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from pgwal_pipeline.lake import maintenance as lakes
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
+from pgwal_pipeline.messages.amounts import size
 from pgwal_pipeline.messages.errors import LakeError, PgwalError, SlotBusy, TableError
 from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.pipeline.publish import alone
@@ -28,20 +29,27 @@ class MaintenanceReport:
     """What one maintenance did. `removed_keys` are the windows that were pruned from raw, `oldest_key` is the oldest that raw still has.
 
     `files` says how many files each step (`pruned`, `joined`, `removed`) saved, `seconds` how long each step and `current` took.
-    `optimized` is the number of `current` tables whose files were maintained.
+    `optimized` is the number of `current` tables whose files were maintained. `kept_bytes` is what the files of `current` take that only
+    earlier publishes need (PGWAL_AS_OF_RETENTION).
     """
 
     removed_keys: tuple[str, ...]
     oldest_key: str | None
     files: dict[str, int]
     optimized: int
+    kept_bytes: int = 0
     warnings: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as metadata of a Dagster run."""
         return {
-            "maintenance": {"removed_keys": list(self.removed_keys), "files": self.files, "optimized": self.optimized},
+            "maintenance": {
+                "removed_keys": list(self.removed_keys),
+                "files": self.files,
+                "optimized": self.optimized,
+                "kept_bytes": self.kept_bytes,
+            },
             "warnings": list(self.warnings),
         }
 
@@ -49,12 +57,13 @@ class MaintenanceReport:
 def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *, progress: Progress) -> MaintenanceReport:
     """Prune raw windows that are older than PGWAL_RAW_RETENTION, published, and needed by no table; then maintain every table's files.
 
-    Older versions of `current` can be read for as long as raw is kept, and for a day at least. A table whose maintenance fails is left as
-    it is, with a warning. `current` is left out, with a warning, if a publish runs for longer than PGWAL_BUSY_TIMEOUT. Raises LakeError.
+    The versions of `current` that a publish names can be read for PGWAL_AS_OF_RETENTION, and for a day at least. A table whose maintenance
+    fails is left as it is, with a warning. `current` is left out, with a warning, if a publish runs for longer than PGWAL_BUSY_TIMEOUT.
+    Raises LakeError.
     """
     lake = Lake(settings.lake)
     ledger = Ledger(lake)
-    history = max(timedelta(seconds=settings.raw_retention), _SHORTEST_HISTORY)
+    history = max(timedelta(seconds=settings.as_of_retention), _SHORTEST_HISTORY)
     retained_from = datetime.now(UTC) - timedelta(seconds=settings.raw_retention)
     publish = ledger.publish()
     seconds: dict[str, float] = {}
@@ -82,12 +91,15 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
     started = time.perf_counter()
     optimized, warnings = _maintain_alone(settings, spark_factory, ledger, history, progress) if publish and publish.tables else (0, [])
     seconds["current"] = time.perf_counter() - started
+    kept_bytes = _kept_bytes(lake, ledger, refused)
+    progress.say(f"Files that only earlier publishes need take {size(kept_bytes)} (PGWAL_AS_OF_RETENTION).")
     kept = [window.key for window in ledger.windows() if window.state != "pruned"]
     return MaintenanceReport(
         removed_keys=pruned.keys,
         oldest_key=min(kept, default=None),
         files={"pruned": pruned.files, "joined": joined, "removed": removed},
         optimized=optimized,
+        kept_bytes=kept_bytes,
         warnings=(*failed, *warnings),
         seconds=seconds,
     )
@@ -106,7 +118,7 @@ def _maintain_alone(
             assert publish is not None
             paths = sorted(pointer.path for pointer in publish.tables.values())
             newest = {path: _newest(path) for path in paths}
-            done = _maintain_current(ledger.lake, spark_factory(), paths, history, progress)
+            done = _maintain_current(ledger.lake, spark_factory(), _oldest_named(ledger, paths), history, progress)
             maintained = {
                 table: replace(pointer, version=after)
                 if newest[pointer.path] == pointer.version and (after := _newest(pointer.path)) is not None
@@ -121,6 +133,19 @@ def _maintain_alone(
         return 0, [str(error)]
 
 
+def _kept_bytes(lake: Lake, ledger: Ledger, refused: Callable[[TableError], None]) -> int:
+    """Return how many bytes the files of `current` have that the newest version of their table does not need."""
+    publish = ledger.publish()
+    total = 0
+    for path in sorted({pointer.path for pointer in publish.tables.values()} if publish is not None else ()):
+        try:
+            with table_work(lake, path, "maintain"):
+                total += lakes.bytes_of_older_versions(lake, path)
+        except TableError as error:
+            refused(error)
+    return total
+
+
 def _newest(path: str) -> int | None:
     """Return the newest version of a `current` table; None if it is damaged or gone."""
     try:
@@ -129,16 +154,30 @@ def _newest(path: str) -> int | None:
         return None
 
 
-def _maintain_current(lake: Lake, spark: "SparkSession", paths: list[str], history: timedelta, progress: Progress) -> tuple[int, list[str]]:
-    """Optimize and vacuum the `current` tables at `paths`; return for how many that worked, and a warning for each of the others."""
+def _oldest_named(ledger: Ledger, paths: list[str]) -> dict[str, int]:
+    """Return the oldest version that a publish names of each `current` table."""
+    oldest: dict[str, int] = {}
+    for publish in ledger.publishes():
+        for pointer in publish.tables.values():
+            oldest[pointer.path] = min(pointer.version, oldest.get(pointer.path, pointer.version))
+    return {path: oldest[path] for path in paths}
+
+
+def _maintain_current(
+    lake: Lake, spark: "SparkSession", oldest: Mapping[str, int], history: timedelta, progress: Progress
+) -> tuple[int, list[str]]:
+    """Optimize and vacuum `current` tables; return for how many that worked, and a warning for each of the others.
+
+    `oldest` has their paths, each with the oldest version that has to stay readable.
+    """
     warnings = []
-    for done, path in enumerate(paths, 1):
+    for done, (path, version) in enumerate(oldest.items(), 1):
         try:
             with table_work(lake, path, "maintain", answers=lambda: spark.sql("SELECT 1").collect()):
                 current.optimize(spark, path)
-                current.vacuum(spark, path, math.ceil(history.total_seconds() / 3600))
+                current.vacuum(spark, path, math.ceil(history.total_seconds() / 3600), version)
         except PgwalError as error:
             warnings.append(str(error))
             progress.warn(str(error))
-        progress.stage("maintenance of current", done, len(paths), "tables")
-    return len(paths) - len(warnings), warnings
+        progress.stage("maintenance of current", done, len(oldest), "tables")
+    return len(oldest) - len(warnings), warnings

@@ -311,11 +311,11 @@ def _record_outcomes(
             pointers[state.table] = TablePointer(work.request.current_path, outcome.version)
             if isinstance(work.request, ReplaceRequest) or state.state == "error":
                 published = state.generation if isinstance(work.request, ReplaceRequest) else state.published
-                changed[state.location] = state, replace(state.mended(), state="ready", published=published, rereads=0)
+                changed[state.location] = state, replace(state.without_error(), state="ready", published=published, rereads=0)
         elif work.pointer is not None:
             pointers[state.table] = work.pointer
             if state.state == "error":
-                changed[state.location] = state, replace(state.mended(), state="ready")
+                changed[state.location] = state, replace(state.without_error(), state="ready")
     if changed:
         # By location: a concurrent drain may have found a new name of a table.
         ledger.amend_tables(
@@ -387,7 +387,7 @@ def _with_outcome(known: TableState, planned: TableState, outcome: TableState) -
     if outcome.generation is None:
         return replace(known, state=outcome.state, reason=outcome.reason, generation=None, reading=outcome.reading)
     if known.state == "error":
-        known = replace(known.mended(), state="ready")
+        known = replace(known.without_error(), state="ready")
     return replace(known, published=outcome.published, rereads=0)
 
 

@@ -48,5 +48,5 @@ def begun(known: TableState, state: TableState) -> TableState:
 
 def whole(known: TableState, state: TableState, required_lsn: int) -> TableState:
     """Return the table's state once every chunk has been read; what a drain has recorded of its columns meanwhile stays."""
-    whole = replace(known.mended(), state="ready", reading=None, joined_xid=None)
+    whole = replace(known.without_error(), state="ready", reading=None, joined_xid=None)
     return replace(whole, generation=state.reading, required_lsn=required_lsn)

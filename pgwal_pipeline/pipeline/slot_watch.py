@@ -27,7 +27,7 @@ class SlotWatch:
     _warned: float = float("-inf")
     _first: tuple[float, int] | None = None
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check the slot if a check is due. Raises SlotLost if it is gone or the server has invalidated it.
 
         Warns once it keeps more than half of the WAL that it may keep, with the time left at the rate since the first check.

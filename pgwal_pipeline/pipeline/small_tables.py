@@ -106,7 +106,7 @@ class SmallTables:
                         future.result()
                     done = sum(not table.open for table in self.tables)
                     self.progress.stage("snapshot of small tables", done, len(self.tables), "tables")
-                    self.watch.look()
+                    self.watch.check()
             finally:
                 self._stopped = True
         give_back()

@@ -216,7 +216,7 @@ def _rejoin(ledger: Ledger, conn: Connection, locations: Collection[TableName], 
     joined_xid, raw_from = next_xid(conn), catalog.insert_lsn(conn)
 
     def joining(state: TableState) -> TableState:
-        unread = replace(state.mended(), state="pending", generation=None, reading=None, published=None)
+        unread = replace(state.without_error(), state="pending", generation=None, reading=None, published=None)
         return replace(unread, failures=state.failures, joined_xid=joined_xid, raw_from=raw_from, rereads=state.rereads + by_itself)
 
     ledger.amend_tables(lambda known: [joining(state) for state in known.values() if state.location in locations and state.followed])

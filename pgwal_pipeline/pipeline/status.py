@@ -17,7 +17,7 @@ from pgwal_pipeline.spark.session import engine_status
 from pgwal_pipeline.values.lsn import format_lsn, window_key
 from pgwal_pipeline.values.relation import quote_ident
 
-_LOOKS = 16  # tables whose Delta log is looked at at once
+_TABLES_AT_ONCE = 16  # tables whose Delta logs are read side by side
 
 
 def lag(settings: Settings) -> LagReading:
@@ -76,7 +76,7 @@ def status(settings: Settings) -> dict[str, Any]:
     frontier = ledger.frontier()
     publish = ledger.publish()
     versions = {pointer.path: pointer.version for pointer in publish.tables.values()} if publish is not None else {}
-    with ThreadPoolExecutor(_LOOKS, "pgwal-status") as pool:
+    with ThreadPoolExecutor(_TABLES_AT_ONCE, "pgwal-status") as pool:
         counts = dict(zip(versions, pool.map(_rows, versions, versions.values()), strict=True))
     return {
         "slot": _slot(settings),

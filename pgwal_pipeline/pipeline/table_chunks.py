@@ -128,12 +128,12 @@ class TableChunks:
                 for chunk in chunks:
                     pending.add(pool.submit(self._read_chunk, chunk, writer, exported))
                     self._show(estimate, complete=False)
-                    self.watch.look()
+                    self.watch.check()
                 while pending:
                     finished, pending = wait(pending, _CHECK_EVERY, FIRST_COMPLETED)
                     done += [future.result() for future in finished]
                     self._show(estimate, complete=not pending)
-                    self.watch.look()
+                    self.watch.check()
             finally:
                 self._stop.set()
                 self._planning.cancel()

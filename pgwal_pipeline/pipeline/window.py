@@ -39,15 +39,16 @@ Describe = Callable[[RelationMessage], Relation | None]
 
 
 class StreamBroke(SourceUnavailable):
-    """The stream ended in the middle of a window. `kept` is what had come whole by then, as a shorter window; None if nothing had.
+    """The stream ended in the middle of a window.
 
-    `counted` are the windows before it on the same stream that are complete in the ledger.
+    `kept` holds the transactions received whole by then, as a shorter window; None if there are none.
+    `complete` are the windows before it on the same stream that are complete in the ledger.
     """
 
-    def __init__(self, error: PgwalError, kept: WindowRead | None, counted: Sequence[Window] = ()) -> None:
+    def __init__(self, error: PgwalError, kept: WindowRead | None, complete: Sequence[Window] = ()) -> None:
         super().__init__(str(error))
         self.kept = kept
-        self.counted = counted
+        self.complete = complete
 
 
 @dataclass(frozen=True)

@@ -159,10 +159,10 @@ def _refused(state: TableState, refusal: Refusal, first_new_xid: int) -> TableSt
 
 
 def gap_reason(table: TableName, stage: str, lsn: int, sentence: str) -> str:
-    """Return why a table is left out of raw: what failed and where, and how to mend it."""
+    """Return why a table is left out of raw: what failed and where, and how to fix it."""
     return (
         f"{sentence} (at {stage}, {format_lsn(lsn)}; its changes from there on are not in raw: "
-        f"mend the cause, then run `pgwal resnapshot '{table}'`.)"
+        f"fix the cause, then run `pgwal resnapshot '{table}'`.)"
     )
 
 
@@ -235,7 +235,7 @@ def slot_stream(settings: Settings, start_lsn: int, server_version: int) -> Repl
 
 
 def describe_on(conn: Connection) -> Callable[[RelationMessage], Relation]:
-    """Return a function that looks up a Relation message's table in the catalog, on `conn`, from any thread."""
+    """Return a function that reads a Relation message's table from the catalog, on `conn`, from any thread."""
     lock = threading.Lock()
 
     def describe(message: RelationMessage) -> Relation:

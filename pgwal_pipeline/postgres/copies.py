@@ -38,7 +38,7 @@ def room(conn: Connection) -> Room:
     """Return how many slots and walsenders are free now, by max_replication_slots and max_wal_senders."""
     row = first_row(
         conn,
-        "looking for free replication slots",
+        "counting the free replication slots",
         "SELECT current_setting('max_replication_slots')::int4 - (SELECT count(*) FROM pg_catalog.pg_replication_slots), "
         "current_setting('max_wal_senders')::int4 - (SELECT count(*) FROM pg_catalog.pg_stat_get_wal_senders())",
     )
@@ -57,7 +57,7 @@ def positions(conn: Connection, slot: str) -> dict[int, int]:
             {"slot": slot},
         ).fetchall()
     except psycopg2.Error as error:
-        raise translate(error, f"looking at who reads slot {slot}") from error
+        raise translate(error, f"reading which sessions read slot {slot}") from error
     return {int(start): int(sent) for start, sent in rows}
 
 

@@ -72,7 +72,7 @@ class ChunkRead:
 
 
 class TableChanged(TableError):
-    """Raised if the table is not what it was when its columns were looked up; it must be read again from the start, as it is now."""
+    """Raised if the table is not what it was when its columns were read; it must be read again from the start, as it is now."""
 
     transient = True
 
@@ -85,7 +85,7 @@ def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> It
     """Cut a table into ranges of its key with about `rows_per_chunk` rows each, in the key's order; together they cover every key.
 
     The first range has no lower bound, the last no upper one. A table that seems smaller than a chunk, or has no index in its key's order,
-    is one chunk. Each bound costs a walk along the index over one chunk, and is looked up when the iterator gets to it. A table without a
+    is one chunk. Each bound costs a walk along the index over one chunk, and is queried when the iterator gets to it. A table without a
     key is cut into ranges of blocks, to be read under one snapshot (`exported_snapshot`); on a standby, which exports none, it is one
     chunk. `conn` must not be inside a transaction. Raises TableError if the role may not read the table, TableChanged if it differs
     from `relation`, TableLocked if it is locked for a minute, and for other errors the one that `dsn.translate` returns.

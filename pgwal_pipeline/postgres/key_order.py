@@ -20,7 +20,7 @@ class KeyColumn:
 
     `type_name` is its type with domains resolved (`domain`: whether the column's type is a domain), without a length. `output` is that
     type's output function, None if it belongs to another type (`BORROWED_SQL`). `collation` is the index's. All three are ready for SQL.
-    `operators` are the schema and name of <, <=, =, >=, > in the index's operator family: a bare name would be looked up in the search
+    `operators` are the schema and name of <, <=, =, >=, > in the index's operator family: a bare name would be resolved by the search
     path, which lacks those of extensions.
     """
 

@@ -29,7 +29,7 @@ _RECEIVED = (
 )
 _FREE_SENDERS = "current_setting('max_wal_senders')::int8 - (SELECT count(*) FROM pg_catalog.pg_stat_get_wal_senders())"
 
-_LOOK_AGAIN = 3600.0  # seconds after which to compare again, as another server may have the address by then
+_COMPARE_EVERY = 3600.0  # seconds between two comparisons, as another server may have the address by then
 _GOING = 2.0  # seconds that a closed walsender session gets to disappear from the server
 
 _compared: dict[tuple[Any, ...], tuple[bool, float]] = {}  # by server, database and role: whether they agree, and when that was checked
@@ -100,7 +100,7 @@ def _agree(conn: Connection) -> bool:
     """
     server, now = _server(conn), time.monotonic()
     agree, at = _compared.get(server, (True, float("-inf")))
-    if now - at < _LOOK_AGAIN:
+    if now - at < _COMPARE_EVERY:
         return agree
     if _one(conn, _FREE_SENDERS) < 2:  # the last free walsender is for a drain
         return agree

@@ -33,7 +33,7 @@ _ENVELOPE = 25  # bytes that come with each payload: the kind of message, two LS
 
 _LONGEST_INTERVAL = 10.0  # seconds between two status updates
 _LEAST_INTERVAL = 0.1  # the same, for answers to a server that asks again at every one
-_LEAST_SILENCE = 60.0  # seconds without a sign of the server before its state is looked up
+_LEAST_SILENCE = 60.0  # seconds without a sign of the server before its state is queried
 _LINGER = 0.02  # seconds without a message after which a read gives what it has
 _NEVER = 2e9  # seconds: status updates are sent here, at times that are chosen here
 
@@ -74,7 +74,7 @@ class ReplicationStream:
     slot: str
     """The slot that is read, and the source's DSN."""
     silence_limit: float
-    """Seconds without any message, though answers were asked for, after which the walsender's state is looked up on another connection."""
+    """Seconds without any message, though answers were asked for, after which the walsender's state is queried on another connection."""
 
     def __init__(self, conn: ReplicationConnection, *, dsn: str, slot: str, publication: str, sender_timeout: float) -> None:
         """`conn` replicates nothing yet; `sender_timeout` is the server's wal_sender_timeout in seconds, 0 where it has none."""
@@ -102,7 +102,7 @@ class ReplicationStream:
         self._due = now + self._interval
         self._asked = 0.0
         self._heard = now
-        self._looked = now
+        self._last_served = now
         self._next_answer = 0.0
         self._last_io = self._reading.io_timestamp
 
@@ -164,7 +164,7 @@ class ReplicationStream:
         before = self._server_position
         now = time.monotonic()
         deadline = now + timeout
-        if now - self._looked > self._interval:
+        if now - self._last_served > self._interval:
             self._heard = now  # nobody listened, so there was no silence
         try:
             while True:
@@ -199,7 +199,7 @@ class ReplicationStream:
             self._server_position = before  # a warning of what is missing before it may not have been heard
             return self._last_messages(self._end(error, messages))
         finally:
-            self._looked = time.monotonic()
+            self._last_served = time.monotonic()
 
     def _take(self, payloads: list[bytes], positions: "array[int]", room: int) -> tuple[int, bool]:
         """Take the messages that have come, up to `room` bytes or 20,000 messages in all.
@@ -246,8 +246,8 @@ class ReplicationStream:
 
         A connection that is gone is told of by `read`, after what it brought.
         """
-        self._looked = self._heard = time.monotonic()
-        if self._looked >= self._due:
+        self._last_served = self._heard = time.monotonic()
+        if self._last_served >= self._due:
             self._tell(ask=False)
 
     def close(self) -> None:
@@ -365,7 +365,7 @@ class ReplicationStream:
         return ChangeNotSent(
             f"The source fails at a change that slot {self.slot} has to send, at {at[1]}, and nothing behind it is in the stream: "
             f"{error.diag.message_primary} (the row is too large for the source itself, or a row filter of the publication fails on it). "
-            f"Mend the cause, or leave the table out of the publication; then run `pgwal resnapshot --all` to make the slot anew and read "
+            f"Fix the cause, or leave the table out of the publication; then run `pgwal resnapshot --all` to make the slot anew and read "
             f"every table again."
         )
 
@@ -391,7 +391,7 @@ class ReplicationStream:
             raise self._fail(
                 SourceUnavailable(
                     f"The stream of slot {self.slot} brought nothing for {self.silence_limit:.0f} s though answers were asked for: its "
-                    f"connection is dead. Run it again, and look at what stands between this machine and the source."
+                    f"connection is dead. Run it again, and check the network between this machine and the source."
                 )
             )
         self._heard = time.monotonic()

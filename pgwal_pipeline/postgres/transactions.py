@@ -13,7 +13,7 @@ from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import translate
 
 _WARN_AFTER = 5.0
-_LOOK_EVERY = 5.0
+_LIST_EVERY = 5.0
 _SETTLE_TIMEOUT = 60.0
 
 _BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
@@ -42,7 +42,7 @@ def wait_for_transactions(conn: Connection, xid64: int, timeout: float, warn: Ca
     `timeout` seconds.
     """
     started = time.monotonic()
-    looked, named, pause = started + _WARN_AFTER - _LOOK_EVERY, "", 0.05
+    listed, named, pause = started + _WARN_AFTER - _LIST_EVERY, "", 0.05
     while True:
         try:
             if _oldest_running(conn) >= xid64:
@@ -54,8 +54,8 @@ def wait_for_transactions(conn: Connection, xid64: int, timeout: float, warn: Ca
                     f"(PGWAL_BLOCKED_TIMEOUT), and what they wrote is in no stream: {_whom(conn, xid64)[0]}; end them "
                     "(SELECT pg_terminate_backend(PID), or ROLLBACK PREPARED), or raise PGWAL_BLOCKED_TIMEOUT."
                 )
-            if now - looked >= _LOOK_EVERY:
-                looked = now
+            if now - listed >= _LIST_EVERY:
+                listed = now
                 text, who = _whom(conn, xid64)
                 if who != named:
                     named = who

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 200.0
 _ANSWER_SECONDS = 20.0
-_REPLACED_SECONDS = 30.0
-_LOOK_EVERY = 0.05
+_TERMINATED_SECONDS = 12.0
+_KILLED_SECONDS = 18.0
+_POLL_SECONDS = 0.05
 _USER = "pgwal"  # a session is found by its user and its id
 _SECRETS = re.compile(r"PGWAL_|PGPASS|PGSSL|SPARK_REMOTE|SPARK_CONNECT")
 # What decides whether Spark can read the lake: an engine that was started with other keys is another one.
@@ -59,14 +60,6 @@ class EngineSettings:
         return EngineFolder.of(hashlib.sha256(key.encode()).hexdigest()[:16])
 
 
-@dataclass(frozen=True, slots=True)
-class Attachment:
-    """A place in an engine: its address with the token, and the id of the session to be opened there."""
-
-    address: str
-    session_id: str
-
-
 def is_for(master: str) -> bool:
     """Return whether an engine can stand in for `master`: Spark in one process on this machine."""
     return re.match(r"local(\[|$)", master) is not None
@@ -84,14 +77,15 @@ def start(wanted: EngineSettings) -> None:
         _spawn(folder, wanted)
 
 
-def attach(wanted: EngineSettings, say: Callable[[str], None]) -> Attachment:
-    """Return a place in the engine for `wanted`; start the engine if need be, and replace one that cannot be used.
+def attach(wanted: EngineSettings, say: Callable[[str], None]) -> str:
+    """Return the address of a new session in the engine for `wanted`, with the token.
 
-    `say` gets a line before a start. The place is given back when this process ends. Raises LakeError if the engine does not start.
+    The engine is started if need be, and one that cannot be used is replaced. `say` gets a line before a start. The session
+    is released when this process ends. Raises LakeError if the engine does not start.
     """
     folder, session_id = wanted.folder, str(uuid.uuid4())
     # Registered before the record is read: from then on the engine does not end for want of use.
-    place = folder.register(session_id, wanted.idle)
+    registration = folder.register(session_id, wanted.idle)
     _belong(folder)
     deadline = time.monotonic() + _START_SECONDS
     living, dead = folder.clients()
@@ -108,8 +102,8 @@ def attach(wanted: EngineSettings, say: Callable[[str], None]) -> Attachment:
         record = _awaited(folder, deadline)
         if record is None:
             raise _not_started(folder, wanted)
-    _give_back_at_exit(record, folder, session_id, place)
-    return Attachment(f"{_address(record)};session_id={session_id}", session_id)
+    _release_at_exit(record, folder, session_id, registration)
+    return f"{_address(record)};session_id={session_id}"
 
 
 def status(folder: EngineFolder | None) -> dict[str, Any]:
@@ -167,23 +161,29 @@ _children: list[subprocess.Popen[bytes]] = []  # kept, or Python would warn of a
 
 def _awaited(folder: EngineFolder, deadline: float) -> EngineRecord | None:
     """Wait until the engine can be used; None if it ended before, or is not ready by the deadline."""
-    time.sleep(_LOOK_EVERY)
+    time.sleep(_POLL_SECONDS)
     while time.monotonic() < deadline:
         record = _running(folder)
         if record is not None:
             return record
         if folder.engine_pid() is None and (not _children or _children[-1].poll() is not None):
             return None
-        time.sleep(_LOOK_EVERY)
+        time.sleep(_POLL_SECONDS)
     return None
 
 
 def _running(folder: EngineFolder) -> EngineRecord | None:
     """Return the engine that can be used. One that takes sessions but cannot be trusted or does not answer is ended."""
-    record = folder.record()
-    if record is None:
+    if not folder.has_record():
         return None
-    if record.version == engine_version() and record.pid == folder.engine_pid() and _is_ours(record) and _answers(record):
+    record = folder.record()
+    if (
+        record is not None
+        and record.version == engine_version()
+        and record.pid == folder.engine_pid()
+        and _is_ours(record)
+        and _answers(record)
+    ):
         return record
     pid = folder.engine_pid()
     if pid is not None:
@@ -224,18 +224,16 @@ def _answers(record: EngineRecord) -> bool:
 
 
 def _end(folder: EngineFolder, pid: int) -> None:
-    """End the engine's process; its JVM ends with it. Return when a new engine can be started."""
+    """End the engine's process, by force after 12 s; its JVM ends with it. Return when a new engine can be started, or after 30 s."""
     record = folder.record()
     folder.remove_record()
-    deadline = time.monotonic() + _REPLACED_SECONDS
-    asked = 0
-    while folder.engine_pid() == pid and time.monotonic() < deadline:
-        late = time.monotonic() > deadline - _REPLACED_SECONDS + 12
-        if asked <= late:
-            asked += 1
+    for number, seconds in ((signal.SIGTERM, _TERMINATED_SECONDS), (signal.SIGKILL, _KILLED_SECONDS)):
+        deadline = time.monotonic() + seconds
+        if folder.engine_pid() == pid:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-        time.sleep(_LOOK_EVERY)
+                os.kill(pid, number)
+        while folder.engine_pid() == pid and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
     if record is not None and _is_ours(record):
         with suppress(ProcessLookupError):
             os.kill(record.jvm_pid, signal.SIGKILL)
@@ -292,8 +290,8 @@ def _release_session(channel: "grpc.Channel", session_id: str) -> None:
     _stub(channel).ReleaseSession(request, timeout=_ANSWER_SECONDS)
 
 
-def _give_back_at_exit(record: EngineRecord, folder: EngineFolder, session_id: str, place: IO[str]) -> None:
-    def give_back() -> None:
+def _release_at_exit(record: EngineRecord, folder: EngineFolder, session_id: str, registration: IO[str]) -> None:
+    def release() -> None:
         import grpc
 
         channel = _open(record)
@@ -301,9 +299,9 @@ def _give_back_at_exit(record: EngineRecord, folder: EngineFolder, session_id: s
             _release_session(channel, session_id)
         channel.close()
         folder.deregister(session_id)
-        place.close()
+        registration.close()
 
-    atexit.register(give_back)
+    atexit.register(release)
 
 
 def _not_started(folder: EngineFolder, wanted: EngineSettings) -> LakeError:

@@ -106,6 +106,10 @@ class EngineFolder:
         except (OSError, ValueError):
             return None
 
+    def has_record(self) -> bool:
+        """Return whether an engine's record is there, of whatever version. An engine takes sessions only while it is."""
+        return (self.path / "engine.json").exists()
+
     def record(self) -> EngineRecord | None:
         """Return what the living engine wrote down; None if it takes no sessions, or the file was not written by this version."""
         if self.engine_pid() is None:

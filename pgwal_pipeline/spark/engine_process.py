@@ -29,7 +29,7 @@ SERVER_CLASS = "org.apache.spark.sql.connect.service.SparkConnectServer"
 
 _START_SECONDS = 180.0
 _END_SECONDS = 10.0
-_LOOK_EVERY = 0.5
+_POLL_SECONDS = 0.5
 _LOCK_TRIES = 20  # others hold the lock for a moment when they see whether the engine is alive
 _LOG_LIMIT = 16 << 20  # bytes
 _LAKE_SECONDS = 60.0  # in which whoever started the engine makes the lake
@@ -137,7 +137,7 @@ def _serve(folder: EngineFolder, plan: Mapping[str, Any], jvm: subprocess.Popen[
     owned = False
     try:
         while jvm.poll() is None:
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_SECONDS)
             owners |= {owner.pid: owner for owner in folder.owners() if owner.pid not in owners}
             owned = owned or bool(owners)
             living, killed = folder.clients()

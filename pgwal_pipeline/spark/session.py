@@ -39,12 +39,12 @@ _SESSION_CONF: Mapping[str, str] = {
     "spark.sql.parquet.datetimeRebaseModeInWrite": "CORRECTED",
     "spark.sql.parquet.int96RebaseModeInRead": "CORRECTED",
     "spark.sql.parquet.int96RebaseModeInWrite": "CORRECTED",
-    # A window's key is text, even if it looks like a number.
+    # A window's key is text, even if it has the form of a number.
     "spark.sql.sources.partitionColumnTypeInference.enabled": "false",
     "spark.sql.adaptive.enabled": "true",
     "spark.databricks.delta.properties.defaults.enableDeletionVectors": "true",
 }
-# What an engine keeps of past queries, which nobody looks at.
+# What an engine keeps of past queries, which nobody reads.
 _ENGINE_CONF: Mapping[str, str] = {
     "spark.app.name": "pgwal",
     "spark.ui.retainedJobs": "20",
@@ -98,7 +98,7 @@ def engine_settings(settings: Settings, say: Callable[[str], None] = lambda _: N
 
 def find_engine(settings: Settings) -> EngineFolder | None:
     """Return the folder of the warm engine for `settings`; None if their sessions are not in one, or the jars were never downloaded."""
-    if not uses_engine(settings) or not jars_at_hand(settings):
+    if not uses_engine(settings) or not jars_downloaded(settings):
         return None
     return engine_settings(settings).folder
 
@@ -180,16 +180,17 @@ def launch_environment(settings: Settings) -> dict[str, str]:
 
 def ensure_jars(settings: Settings, say: Callable[[str], None]) -> tuple[Path, ...]:
     """Return the jars that a session for `settings` needs; they are downloaded at the first use."""
-    jars = ensure(delta_packages(), say, settings.spark_conf)
-    if settings.lake.startswith("s3://"):
-        jars += ensure(s3_packages(), say, settings.spark_conf)
-    return jars
+    return tuple(jar for packages in _packages(settings) for jar in ensure(packages, say, settings.spark_conf))
 
 
-def jars_at_hand(settings: Settings) -> bool:
+def jars_downloaded(settings: Settings) -> bool:
     """Return whether a session for `settings` needs no download."""
-    needed = [delta_packages()] + ([s3_packages()] if settings.lake.startswith("s3://") else [])
-    return all(cached(packages) is not None for packages in needed)
+    return all(cached(packages) is not None for packages in _packages(settings))
+
+
+def _packages(settings: Settings) -> list[tuple[str, ...]]:
+    """The Maven coordinates of the jars for `settings`, as they are downloaded together."""
+    return [delta_packages(), s3_packages()] if settings.lake.startswith("s3://") else [delta_packages()]
 
 
 def on_this_machine(master: str) -> bool:
@@ -241,16 +242,16 @@ def _machine_memory() -> int:
 def _engine_session(settings: Settings, say: Callable[[str], None]) -> "SparkSession":
     wanted = engine_settings(settings, say)
     with _one_at_a_time:
-        place = _attachments.get(wanted.folder)
-        if place is None:
-            place = _attachments[wanted.folder] = engine.attach(wanted, say)
-    session = _remote_session(settings, place.address, "warm Spark engine (`pgwal engine status`)")
+        address = _addresses.get(wanted.folder)
+        if address is None:
+            address = _addresses[wanted.folder] = engine.attach(wanted, say)
+    session = _remote_session(settings, address, "warm Spark engine (`pgwal engine status`)")
     retry_briefly(session)
     return session
 
 
 _one_at_a_time = threading.Lock()
-_attachments: dict[EngineFolder, engine.Attachment] = {}
+_addresses: dict[EngineFolder, str] = {}  # of this process's sessions, with the token
 
 
 def _remote_session(settings: Settings, address: str, name: str) -> "SparkSession":

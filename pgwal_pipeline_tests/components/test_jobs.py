@@ -10,7 +10,7 @@ import pytest
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.asset_specs import REPORT, AssetNames
-from pgwal_pipeline.components.requests import LOOK, window_to_drain
+from pgwal_pipeline.components.requests import SOURCE_READING, window_to_drain
 from pgwal_pipeline.known_tables import remembered
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
@@ -114,7 +114,7 @@ def test_a_drain_materializes_the_raw_tables_with_rows_in_its_window(location: L
     assert {"pgwal/drain_seconds", "pgwal/decode_seconds", "pgwal/write_seconds"} <= numbers.keys()
     assert numbers[REPORT]["windows"][0]["key"] == key
     assert numbers[REPORT]["changes"] == 7
-    seen, now = numbers[LOOK], lag(location.settings)
+    seen, now = numbers[SOURCE_READING], lag(location.settings)
     assert (seen["snapshot"], seen["insert_lsn"]) == (now.snapshot, parse_window_key(key))
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import dagster as dg
 
-from pgwal_pipeline.components.requests import SourceReading, busy, look_again, pausing, what_is_due, window_to_drain
+from pgwal_pipeline.components.requests import SourceReading, add_reading, busy, pausing, what_is_due, window_to_drain
 from pgwal_pipeline.pipeline.reports import LagReading
 from pgwal_pipeline.settings import Settings
 
@@ -45,66 +45,66 @@ def test_a_publish_that_is_due_by_itself() -> None:
 
 
 def test_nothing_is_unread_where_the_slot_is_confirmed_to_the_end() -> None:
-    looks, unread = look_again((), QUIET, 1000.0)
+    readings, unread = add_reading((), QUIET, 1000.0)
     assert unread is None
-    assert looks == (SourceReading("10:10:", 500, 1000.0),)
+    assert readings == (SourceReading("10:10:", 500, 1000.0),)
 
 
-def test_unread_counts_from_the_first_look_until_something_was_read() -> None:
+def test_unread_counts_from_the_first_reading_until_something_was_read() -> None:
     behind = replace(QUIET, insert_lsn=600, flush_lsn=600)
-    looks, unread = look_again((), behind, 1000.0)
+    readings, unread = add_reading((), behind, 1000.0)
     assert unread == 0.0
-    looks, unread = look_again(looks, behind, 1010.0)
+    readings, unread = add_reading(readings, behind, 1010.0)
     assert unread == 10.0
-    looks, unread = look_again(looks, replace(behind, confirmed_flush_lsn=600, insert_lsn=700, flush_lsn=700), 1020.0)
+    readings, unread = add_reading(readings, replace(behind, confirmed_flush_lsn=600, insert_lsn=700, flush_lsn=700), 1020.0)
     assert unread is None
-    assert looks == (SourceReading("10:10:", 600, 1020.0),)
+    assert readings == (SourceReading("10:10:", 600, 1020.0),)
 
 
-def test_unread_counts_from_the_last_look_at_which_all_was_read() -> None:
-    looks = (SourceReading("10:10:", 500, 1000.0),)
+def test_unread_counts_from_the_last_reading_at_which_all_was_read() -> None:
+    readings = (SourceReading("10:10:", 500, 1000.0),)
     written = replace(QUIET, snapshot="11:11:", insert_lsn=600, flush_lsn=600, lag_bytes=100)
-    looks, unread = look_again(looks, written, 1010.0)
+    readings, unread = add_reading(readings, written, 1010.0)
     assert unread == 10.0
     more = replace(written, snapshot="12:12:", insert_lsn=700, flush_lsn=700, lag_bytes=200)
-    looks, unread = look_again(looks, more, 1020.0)
+    readings, unread = add_reading(readings, more, 1020.0)
     assert unread == 20.0
-    # Drained up to the look in the middle: what came after it is unread since then.
-    looks, unread = look_again(looks, replace(more, confirmed_flush_lsn=600, lag_bytes=100), 1030.0)
+    # Drained up to the reading in the middle: what came after it is unread since then.
+    readings, unread = add_reading(readings, replace(more, confirmed_flush_lsn=600, lag_bytes=100), 1030.0)
     assert unread == 20.0
-    looks, unread = look_again(looks, replace(more, confirmed_flush_lsn=700, lag_bytes=0), 1040.0)
+    readings, unread = add_reading(readings, replace(more, confirmed_flush_lsn=700, lag_bytes=0), 1040.0)
     assert unread is None
-    assert looks == (SourceReading("12:12:", 700, 1040.0),)
+    assert readings == (SourceReading("12:12:", 700, 1040.0),)
 
 
 def test_checkpoints_move_the_wal_but_nothing_is_unread() -> None:
-    looks = (SourceReading("10:10:", 500, 1000.0),)
-    _, unread = look_again(looks, replace(QUIET, insert_lsn=9_000, flush_lsn=9_000, lag_bytes=8_500), 2000.0)
+    readings = (SourceReading("10:10:", 500, 1000.0),)
+    _, unread = add_reading(readings, replace(QUIET, insert_lsn=9_000, flush_lsn=9_000, lag_bytes=8_500), 2000.0)
     assert unread is None
 
 
 def test_a_transaction_that_was_running_ends() -> None:
-    looks, _ = look_again((), replace(QUIET, snapshot="10:12:10"), 1000.0)
-    _, unread = look_again(looks, replace(QUIET, snapshot="12:12:", insert_lsn=501, flush_lsn=501), 1010.0)
+    readings, _ = add_reading((), replace(QUIET, snapshot="10:12:10"), 1000.0)
+    _, unread = add_reading(readings, replace(QUIET, snapshot="12:12:", insert_lsn=501, flush_lsn=501), 1010.0)
     assert unread == 10.0
 
 
 def test_a_busy_server_does_not_fill_the_cursor() -> None:
-    looks: tuple[SourceReading, ...] = ()
+    readings: tuple[SourceReading, ...] = ()
     unread = None
     for number in range(100):
         reading = replace(QUIET, snapshot=f"{number}:{number}:", insert_lsn=1000 + number)
-        looks, unread = look_again(looks, reading, 1000.0 + number)
-    assert len(looks) <= 9
+        readings, unread = add_reading(readings, reading, 1000.0 + number)
+    assert len(readings) <= 9
     assert unread == 99.0
 
 
 def test_a_clock_that_was_set_back_holds_nothing_up() -> None:
-    looks, _ = look_again((), QUIET, 100_000.0)
+    readings, _ = add_reading((), QUIET, 100_000.0)
     written = replace(QUIET, snapshot="12:12:", insert_lsn=9_000, flush_lsn=9_000, lag_bytes=8_500)
-    looks, unread = look_again(looks, written, 1000.0)
+    readings, unread = add_reading(readings, written, 1000.0)
     assert unread == 0.0
-    looks, unread = look_again(looks, written, 1030.0)
+    readings, unread = add_reading(readings, written, 1030.0)
     assert unread == 30.0
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from pgwal_pipeline.asset_specs import AssetNames, AssetSpecs
 from pgwal_pipeline.components.jobs import Jobs, Steps, build_jobs
-from pgwal_pipeline.components.requests import LOOK
+from pgwal_pipeline.components.requests import SOURCE_READING
 from pgwal_pipeline.components.resources import ReplicationSlot
-from pgwal_pipeline.components.sensors import look_at_lag, look_each_hour, look_for_new_tables
+from pgwal_pipeline.components.sensors import evaluate_hourly_sync, evaluate_lag, evaluate_new_tables
 from pgwal_pipeline.components.source import CdcSource
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import SourceUnavailable
@@ -100,7 +100,7 @@ class Ticks:
 
 @pytest.fixture
 def ticks(source: CdcSource, slot: FakeSlot, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch) -> Ticks:
-    return Ticks(look_at_lag, source, instance, slot, monkeypatch)
+    return Ticks(evaluate_lag, source, instance, slot, monkeypatch)
 
 
 def requests(result: dg.SensorResult) -> list[tuple[str | None, str | None, str | None]]:
@@ -203,7 +203,7 @@ def test_a_publish_that_is_due_is_asked_for_by_itself(ticks: Ticks, slot: FakeSl
 
 def test_the_first_tick_knows_what_the_last_drain_saw(ticks: Ticks, slot: FakeSlot, instance: dg.DagsterInstance) -> None:
     look = {"snapshot": "7:7:", "insert_lsn": 0x1000, "at": 1_700_000_000.0}
-    instance.report_runless_asset_event(dg.AssetObservation(SLOT, metadata={LOOK: dg.MetadataValue.json(look)}))
+    instance.report_runless_asset_event(dg.AssetObservation(SLOT, metadata={SOURCE_READING: dg.MetadataValue.json(look)}))
     slot.reading = replace(START, flush_lsn=0x1100, insert_lsn=0x1100, lag_bytes=0x100)
     for _ in range(10):
         assert "Nothing is unread" in reason(ticks(30))
@@ -239,7 +239,7 @@ def test_the_slot_is_not_fresh_while_commits_wait_too_long(ticks: Ticks, slot: F
 
 
 def test_a_cursor_of_another_version_does_no_harm(ticks: Ticks) -> None:
-    for strange in ("[]", "{", json.dumps({"unknown": 1}), json.dumps({"looks": [{"a": 1}]})):
+    for strange in ("[]", "{", json.dumps({"unknown": 1}), json.dumps({"readings": [{"a": 1}]})):
         ticks.cursor = strange
         assert "Nothing is unread" in reason(ticks())
 
@@ -247,7 +247,7 @@ def test_a_cursor_of_another_version_does_no_harm(ticks: Ticks) -> None:
 def test_new_tables_are_asked_for_until_they_are_read(
     source: CdcSource, slot: FakeSlot, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticks = Ticks(look_for_new_tables, source, instance, slot, monkeypatch)
+    ticks = Ticks(evaluate_new_tables, source, instance, slot, monkeypatch)
     assert reason(ticks()) == "Every table of the publication has been read."
     slot.waiting = (TableName("public", "orders"),)
     assert requests(ticks()) == [(None, None, "snapshot 0000000000001000#1")]
@@ -271,7 +271,7 @@ def test_new_tables_are_asked_for_until_they_are_read(
 def test_a_cursor_of_something_else_asks_for_new_tables_all_the_same(
     source: CdcSource, slot: FakeSlot, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticks = Ticks(look_for_new_tables, source, instance, slot, monkeypatch)
+    ticks = Ticks(evaluate_new_tables, source, instance, slot, monkeypatch)
     slot.waiting = (TableName("public", "orders"),)
     for strange in ("[]", "one", '{"attempt": 3}'):
         ticks.cursor = strange
@@ -281,7 +281,7 @@ def test_a_cursor_of_something_else_asks_for_new_tables_all_the_same(
 
 def test_the_hourly_sync_asks_only_for_what_is_unread(source: CdcSource, slot: FakeSlot, instance: dg.DagsterInstance) -> None:
     def evaluate() -> object:
-        return look_each_hour(instance, source, cast(ReplicationSlot, slot))
+        return evaluate_hourly_sync(instance, source, cast(ReplicationSlot, slot))
 
     assert evaluate() == dg.SkipReason("Nothing is unread.")
     slot.writes(8)

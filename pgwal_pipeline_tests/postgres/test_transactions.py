@@ -56,7 +56,7 @@ def test_waits_for_older_transactions_only(source_matrix: Source) -> None:
 def test_names_who_is_waited_for(source_matrix: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     source = source_matrix
     monkeypatch.setattr(transactions, "_WARN_AFTER", 0.2)
-    monkeypatch.setattr(transactions, "_LOOK_EVERY", 0.2)
+    monkeypatch.setattr(transactions, "_LIST_EVERY", 0.2)
     old, xid = begun(source, "select 'the culprit', '" + "x" * 200 + "'")
     pid = old.info.backend_pid
     other, _ = begun(source, "select 'younger'")

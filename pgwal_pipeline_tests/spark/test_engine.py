@@ -143,11 +143,18 @@ def test_what_becomes_of_an_engine(own: Engine) -> None:
     assert another != jvm
     assert not runs(jvm)
 
+    # Made by an older version of the pipeline.
+    text = json.dumps({**json.loads((own.folder.path / "engine.json").read_text()), "version": "0.0.1"})
+    write_private(own.folder.path / "engine.json", text)
+    newer = own.used()
+    assert newer != another
+    assert not runs(another)
+
     # A client that is killed takes its engine with it: nothing goes on without its run.
     client = own.use()
     assert answer(client) == "42"
     client.kill()
-    wait_for(lambda: not runs(another), what="the engine of a client that was killed to end")
+    wait_for(lambda: not runs(newer), what="the engine of a client that was killed to end")
     wait_for(lambda: own.folder.engine_pid() is None, what="its process to end")
 
     # A JVM that died.
@@ -255,3 +262,21 @@ def test_a_folder_that_was_removed_by_half_is_in_nobodys_way(tmp_path: Path, mon
     assert folder.clients() == ([], [])
     assert list(folder.owners()) == []
     assert EngineFolder.all() == [folder]
+
+
+def test_an_engine_whose_file_has_another_form_is_replaced(own: Engine) -> None:
+    """An older version wrote other fields: such an engine is ended, rather than waited for as if it were starting."""
+    folder = own.folder
+    hold = "from pathlib import Path; from pgwal_pipeline.spark.engine_folder import EngineFolder; import sys, time\n"
+    hold += f"lock = EngineFolder(Path({str(folder.path)!r})).be_the_engine()\nprint(lock is not None, flush=True)\ntime.sleep(600)"
+    older = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    own.clients.append(older)
+    assert answer(older) == "True"
+    # While it starts there is no file, and it is waited for.
+    assert engine._running(folder) is None
+    assert older.poll() is None
+    write_private(folder.path / "engine.json", json.dumps({"pid": older.pid, "address": "sc://localhost:1", "version": "0.0.1"}))
+    assert engine._running(folder) is None
+    assert older.wait(10) == -signal.SIGTERM
+    assert folder.engine_pid() is None
+    assert not folder.has_record()
