@@ -61,7 +61,10 @@ class Span:
 
 
 def net_changes(dialect: Dialect, schema: pa.Schema, key: Sequence[str], in_raw: Mapping[str, str], span: Span) -> str:
-    """Return the query. `schema` is that of `newer`, `in_raw` the name that each column of the key has in raw."""
+    """Return the query. `schema` is that of `newer`, `in_raw` the name that each column of the key has in raw.
+
+    The steps' own columns have names that no column of the source may have.
+    """
     name = dialect.name
     parts = key_parts(dialect, schema, key)
     numbers = [f"{RESERVED}k{number}" for number in range(len(parts))]
@@ -77,7 +80,7 @@ def net_changes(dialect: Dialect, schema: pa.Schema, key: Sequence[str], in_raw:
         f" max(CASE WHEN {OP} = 'K' THEN 1 ELSE 0 END) OVER (PARTITION BY {COMMIT_LSN}, {ORDINAL}) AS _pgwal_moved"
         f" FROM {{raw}} WHERE {span.rows} AND {OP} <> 'T'"
     )
-    # A row was _pgwal_there before if the first that is said of its key is not that it comes: by an insert, or from another key.
+    # A row was there before if the first that is said of its key is not that it comes: by an insert, or from another key.
     was_there = f"{OP} IN ('D', 'K') OR {OP} = 'U' AND _pgwal_moved = 0"
     ranked = (
         f"SELECT *, row_number() OVER (PARTITION BY {of_key} ORDER BY {COMMIT_LSN}, {ORDINAL}, _pgwal_turn) AS _pgwal_nth,"
@@ -92,7 +95,6 @@ def net_changes(dialect: Dialect, schema: pa.Schema, key: Sequence[str], in_raw:
         steps.append(("touched", "SELECT * FROM seen"))
     else:
         steps += _with_emptied(name, key, numbers, numbered, same, span.truncates)
-    rest = [field.name for field in schema if field.name not in key and field.name not in (COMMIT_LSN, TEXT)]
     steps.append(("now_there", f"SELECT *, {numbered} FROM {{newer}} WHERE {COMMIT_LSN} >= {span.since}"))
     order = [field.name for field in schema]
     whole = ", ".join(f"n.{name(column)} AS {name(column)}" for column in order)
@@ -104,7 +106,6 @@ def net_changes(dialect: Dialect, schema: pa.Schema, key: Sequence[str], in_raw:
         else f"NULL AS {name(column)}"
         for column in order
     )
-    assert set(order) == {*key, *rest, COMMIT_LSN, TEXT}
     with_text = ", ".join(f"{step} AS ({query})" for step, query in steps)
     return (
         f"WITH {with_text}"
@@ -124,14 +125,16 @@ def _with_emptied(
     same: Callable[[str, str], str],
     truncates: tuple[int, int],
 ) -> list[tuple[str, str]]:
-    """The steps that add the rows which a TRUNCATE removed; what was _pgwal_there before is what `older` has."""
+    """The steps that add the rows which a TRUNCATE removed; what was there before is what `older` has."""
     first, last = truncates
     either = ", ".join(f"coalesce(o.{column}, s.{column}) AS {column}" for column in (*numbers, *map(name, key), TEXT))
     before = f"SELECT {', '.join(map(name, key))}, {TEXT}, {numbered}, true AS _pgwal_there FROM {{older}}"
     joined = (
         f"SELECT {either}, coalesce(o._pgwal_there, false) AS _pgwal_there,"
-        f" CASE WHEN o._pgwal_there THEN least(coalesce(s._pgwal_first_lsn, {first}), {first}) ELSE s._pgwal_first_lsn END AS _pgwal_first_lsn,"
-        f" CASE WHEN o._pgwal_there THEN greatest(coalesce(s._pgwal_last_lsn, {last}), {last}) ELSE s._pgwal_last_lsn END AS _pgwal_last_lsn"
+        f" CASE WHEN o._pgwal_there THEN least(coalesce(s._pgwal_first_lsn, {first}), {first})"
+        f" ELSE s._pgwal_first_lsn END AS _pgwal_first_lsn,"
+        f" CASE WHEN o._pgwal_there THEN greatest(coalesce(s._pgwal_last_lsn, {last}), {last})"
+        f" ELSE s._pgwal_last_lsn END AS _pgwal_last_lsn"
         f" FROM seen s FULL JOIN before o ON {same('s', 'o')}"
     )
     return [("before", before), ("touched", joined)]
