@@ -35,7 +35,7 @@ def test_the_location_loads_with_no_source_and_no_state() -> None:
     assert sorted(sensor.name for sensor in repository.sensor_defs) == ["new_tables", "wal_lag"]
     assert sorted(schedule.name for schedule in repository.schedule_defs) == ["hourly_sync", "nightly_maintenance"]
     assert [key.to_user_string() for key in repository.asset_graph.get_all_asset_keys()] == ["slot/pgwal"]
-    assert sorted(definitions.resources or {}) == ["slot", "spark"]
+    assert sorted(definitions.resources or {}) == ["lake", "slot", "spark"]
 
 
 def test_all_that_asks_for_runs_is_on_from_the_start() -> None:

@@ -7,6 +7,7 @@ and as a tag of the run: a re-execution has the tag, and reads the same versions
 import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import dagster as dg
 from pydantic import Field
@@ -55,7 +56,7 @@ class PublishedLake(dg.ConfigurableResource):
         assets = () if step is None else _assets_of(step)
         if not assets:
             return state
-        versions: dict[str, int] = {}
+        versions = _versions_of(step)
 
         def note(name: str, version: int) -> None:
             versions[name] = version
@@ -68,7 +69,7 @@ class PublishedLake(dg.ConfigurableResource):
                 READ_LSN: state.lsn,
                 READ_AT: dg.MetadataValue.timestamp(state.published_at),
                 READ_LAKE: state.ledger.lake.uri,
-                READ_VERSIONS: dg.MetadataValue.json({}),
+                READ_VERSIONS: dg.MetadataValue.json(dict(versions)),
             },
         )
         return replace(state, took_note=note, last_read=lambda: _last_read(step, assets, state.ledger.lake.uri))
@@ -95,6 +96,15 @@ def _state_of_run(settings: Settings, step: Any) -> "PublishedState":
     general = run.tags.get(AS_OF_TAG)
     instance.add_run_tags(run.run_id, {own if general is not None and general != found else AS_OF_TAG: agreed})
     return state if agreed == state.lsn else open_state(settings, agreed)
+
+
+_read: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
+
+
+def _versions_of(step: Any) -> dict[str, int]:
+    """What a step has read so far, by its inputs and by itself: Delta versions by table."""
+    whole = step.get_step_execution_context() if isinstance(step, dg.AssetExecutionContext) and _run_id_of(step) else step
+    return _read.setdefault(whole, {})
 
 
 def _instance_of(step: Any) -> "dg.DagsterInstance | None":

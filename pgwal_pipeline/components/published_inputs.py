@@ -44,7 +44,7 @@ class PublishedTableIOManager(dg.ConfigurableIOManager):
             return state.pandas(str(table))
         if package in ("duckdb", "_duckdb") and name == "DuckDBPyRelation":
             return self._relation(state, table)
-        raise PgwalError(f"Input {context.name} is annotated {name or kind!r}, and a published table is loaded as {_TAKEN}.")
+        raise PgwalError(f"Input {context.name} is annotated {name or repr(kind)}, and a published table is loaded as {_TAKEN}.")
 
     def handle_output(self, context: dg.OutputContext, obj: Any) -> NoReturn:  # noqa: ARG002 - Dagster's arguments
         """Refuse. Raises PgwalError: the published lake is only read."""

@@ -61,10 +61,13 @@ class Span:
 
 
 def net_changes(dialect: Dialect, schema: pa.Schema, key: Sequence[str], in_raw: Mapping[str, str], span: Span) -> str:
-    """Return the query. `schema` is that of `newer`, `in_raw` the name that each column of the key has in raw."""
+    """Return the query. `schema` is that of `newer`, `in_raw` the name that each column of the key has in raw.
+
+    The steps' own columns have names that no column of the source may have.
+    """
     name = dialect.name
     parts = key_parts(dialect, schema, key)
-    numbers = [f"k{number}" for number in range(len(parts))]
+    numbers = [f"{RESERVED}k{number}" for number in range(len(parts))]
     numbered = ", ".join(f"{part} AS {number}" for part, number in zip(parts, numbers, strict=True))
     of_key, columns = ", ".join(numbers), ", ".join(map(name, key))
 
@@ -73,46 +76,44 @@ def net_changes(dialect: Dialect, schema: pa.Schema, key: Sequence[str], in_raw:
 
     held = ", ".join(f"{name(in_raw[column])} AS {name(column)}" for column in key)
     events = (
-        f"SELECT {held}, {TEXT}, {OP}, {COMMIT_LSN}, {ORDINAL}, CASE WHEN {OP} = 'K' THEN 0 ELSE 1 END AS turn,"
-        f" max(CASE WHEN {OP} = 'K' THEN 1 ELSE 0 END) OVER (PARTITION BY {COMMIT_LSN}, {ORDINAL}) AS moved"
+        f"SELECT {held}, {TEXT}, {OP}, {COMMIT_LSN}, {ORDINAL}, CASE WHEN {OP} = 'K' THEN 0 ELSE 1 END AS _pgwal_turn,"
+        f" max(CASE WHEN {OP} = 'K' THEN 1 ELSE 0 END) OVER (PARTITION BY {COMMIT_LSN}, {ORDINAL}) AS _pgwal_moved"
         f" FROM {{raw}} WHERE {span.rows} AND {OP} <> 'T'"
     )
     # A row was there before if the first that is said of its key is not that it comes: by an insert, or from another key.
-    was_there = f"{OP} IN ('D', 'K') OR {OP} = 'U' AND moved = 0"
+    was_there = f"{OP} IN ('D', 'K') OR {OP} = 'U' AND _pgwal_moved = 0"
     ranked = (
-        f"SELECT *, row_number() OVER (PARTITION BY {of_key} ORDER BY {COMMIT_LSN}, {ORDINAL}, turn) AS nth,"
-        f" max({COMMIT_LSN}) OVER (PARTITION BY {of_key}) AS last_lsn FROM (SELECT *, {numbered} FROM events) e"
+        f"SELECT *, row_number() OVER (PARTITION BY {of_key} ORDER BY {COMMIT_LSN}, {ORDINAL}, _pgwal_turn) AS _pgwal_nth,"
+        f" max({COMMIT_LSN}) OVER (PARTITION BY {of_key}) AS _pgwal_last_lsn FROM (SELECT *, {numbered} FROM events) e"
     )
     first = (
-        f"SELECT {of_key}, {columns}, {TEXT}, {COMMIT_LSN} AS first_lsn, last_lsn,"
-        f" CASE WHEN {was_there} THEN true ELSE false END AS there FROM ranked WHERE nth = 1"
+        f"SELECT {of_key}, {columns}, {TEXT}, {COMMIT_LSN} AS _pgwal_first_lsn, _pgwal_last_lsn,"
+        f" CASE WHEN {was_there} THEN true ELSE false END AS _pgwal_there FROM ranked WHERE _pgwal_nth = 1"
     )
     steps = [("events", events), ("ranked", ranked), ("seen", first)]
     if span.truncates is None:
         steps.append(("touched", "SELECT * FROM seen"))
     else:
         steps += _with_emptied(name, key, numbers, numbered, same, span.truncates)
-    rest = [field.name for field in schema if field.name not in key and field.name not in (COMMIT_LSN, TEXT)]
     steps.append(("now_there", f"SELECT *, {numbered} FROM {{newer}} WHERE {COMMIT_LSN} >= {span.since}"))
     order = [field.name for field in schema]
     whole = ", ".join(f"n.{name(column)} AS {name(column)}" for column in order)
     gone = ", ".join(
         f"t.{name(column)} AS {name(column)}"
         if column in key or column == TEXT
-        else f"t.last_lsn AS {COMMIT_LSN}"
+        else f"t._pgwal_last_lsn AS {COMMIT_LSN}"
         if column == COMMIT_LSN
         else f"NULL AS {name(column)}"
         for column in order
     )
-    assert set(order) == {*key, *rest, COMMIT_LSN, TEXT}
     with_text = ", ".join(f"{step} AS ({query})" for step, query in steps)
     return (
         f"WITH {with_text}"
-        f" SELECT {whole}, CASE WHEN coalesce(t.there, true) THEN 'update' ELSE 'insert' END AS {CHANGE},"
-        f" coalesce(t.first_lsn, n.{COMMIT_LSN}) AS {FIRST_LSN}, coalesce(t.last_lsn, n.{COMMIT_LSN}) AS {LAST_LSN}"
+        f" SELECT {whole}, CASE WHEN coalesce(t._pgwal_there, true) THEN 'update' ELSE 'insert' END AS {CHANGE},"
+        f" coalesce(t._pgwal_first_lsn, n.{COMMIT_LSN}) AS {FIRST_LSN}, coalesce(t._pgwal_last_lsn, n.{COMMIT_LSN}) AS {LAST_LSN}"
         f" FROM now_there n LEFT JOIN touched t ON {same('n', 't')}"
-        f" UNION ALL SELECT {gone}, 'delete' AS {CHANGE}, t.first_lsn AS {FIRST_LSN}, t.last_lsn AS {LAST_LSN}"
-        f" FROM touched t WHERE t.there AND NOT EXISTS (SELECT 1 FROM now_there n WHERE {same('n', 't')})"
+        f" UNION ALL SELECT {gone}, 'delete' AS {CHANGE}, t._pgwal_first_lsn AS {FIRST_LSN}, t._pgwal_last_lsn AS {LAST_LSN}"
+        f" FROM touched t WHERE t._pgwal_there AND NOT EXISTS (SELECT 1 FROM now_there n WHERE {same('n', 't')})"
     )
 
 
@@ -127,11 +128,13 @@ def _with_emptied(
     """The steps that add the rows which a TRUNCATE removed; what was there before is what `older` has."""
     first, last = truncates
     either = ", ".join(f"coalesce(o.{column}, s.{column}) AS {column}" for column in (*numbers, *map(name, key), TEXT))
-    before = f"SELECT {', '.join(map(name, key))}, {TEXT}, {numbered}, true AS there FROM {{older}}"
+    before = f"SELECT {', '.join(map(name, key))}, {TEXT}, {numbered}, true AS _pgwal_there FROM {{older}}"
     joined = (
-        f"SELECT {either}, coalesce(o.there, false) AS there,"
-        f" CASE WHEN o.there THEN least(coalesce(s.first_lsn, {first}), {first}) ELSE s.first_lsn END AS first_lsn,"
-        f" CASE WHEN o.there THEN greatest(coalesce(s.last_lsn, {last}), {last}) ELSE s.last_lsn END AS last_lsn"
+        f"SELECT {either}, coalesce(o._pgwal_there, false) AS _pgwal_there,"
+        f" CASE WHEN o._pgwal_there THEN least(coalesce(s._pgwal_first_lsn, {first}), {first})"
+        f" ELSE s._pgwal_first_lsn END AS _pgwal_first_lsn,"
+        f" CASE WHEN o._pgwal_there THEN greatest(coalesce(s._pgwal_last_lsn, {last}), {last})"
+        f" ELSE s._pgwal_last_lsn END AS _pgwal_last_lsn"
         f" FROM seen s FULL JOIN before o ON {same('s', 'o')}"
     )
     return [("before", before), ("touched", joined)]
