@@ -13,6 +13,7 @@ from pgwal_pipeline.messages.errors import SourceRefused
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import translate
 from pgwal_pipeline.postgres.positions import flush_lsn, insert_lsn
+from pgwal_pipeline.postgres.publication_query import published_sql
 from pgwal_pipeline.values.relation import Column, PgType, Relation, ReplicaIdentity, TableName
 
 __all__ = [
@@ -210,26 +211,24 @@ def published_tables(conn: Connection, publication: str) -> list[PublishedTable]
     are included only if the server publishes them. Raises SourceRefused if there is no such publication.
     """
     version = conn.info.server_version
-    attnames = "p.attnames" if version >= 150000 else "NULL::name[]"
-    row_filter = "p.rowfilter" if version >= 150000 else "NULL::text"
-    # From 18 on the view lists just the generated columns that are published; before 18 none is published, though 15 lists them.
-    generated = "true" if version >= 180000 else "a.attgenerated = ''"
+    # A column list may name generated columns from 18 on; before, none is published.
+    listed = "" if version >= 180000 else "a.attgenerated = '' AND "
     rows = fetch(
         conn,
         f"""SELECT c.oid, n.nspname::text, c.relname::text, c.relreplident::text, p.row_filter, {PRIMARY_KEY_SQL}, {IDENTITY_INDEX_SQL},
                 a.names, a.types, a.typmods, a.nullables
-            FROM (SELECT p.schemaname, p.tablename, {attnames} AS attnames, {row_filter} AS row_filter
-                  FROM pg_catalog.pg_publication_tables p WHERE p.pubname = %s) p
-            JOIN pg_catalog.pg_namespace n ON n.nspname = p.schemaname
-            JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = p.tablename
+            FROM ({published_sql(version)}) p
+            JOIN pg_catalog.pg_class c ON c.oid = p.relid
+            JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
             CROSS JOIN LATERAL (
                 SELECT pg_catalog.array_agg(a.attname::text ORDER BY a.attnum) AS names,
                     pg_catalog.array_agg(a.atttypid::int8 ORDER BY a.attnum) AS types,
                     pg_catalog.array_agg(a.atttypmod ORDER BY a.attnum) AS typmods,
                     pg_catalog.array_agg({_NULLABLE_SQL} ORDER BY a.attnum) AS nullables
                 FROM pg_catalog.pg_attribute a
-                WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND {generated}
-                    AND (p.attnames IS NULL OR a.attname = ANY (p.attnames))
+                WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+                    AND CASE WHEN p.attnums IS NULL THEN a.attgenerated = '' OR p.generated AND a.attgenerated = 's'
+                             ELSE {listed}a.attnum = ANY (p.attnums) END
             ) a
             ORDER BY n.nspname, c.relname""",
         publication,

@@ -11,7 +11,8 @@ def storages(conn: Connection, publication: str, oids: Collection[int]) -> dict[
 
     A partition made by CREATE TABLE … PARTITION OF gets all its rows through the stream; an attached one may already have rows. ATTACH
     PARTITION rewrites the catalog row of each column (it is no longer local), so that none has the age of the system columns' rows, which
-    never change. Only SET SCHEMA rewrites the dependency on the schema.
+    never change. Only SET SCHEMA rewrites the dependency on the schema. No table is opened:
+    `pg_partition_tree` would wait for a locked one.
     """
     namespaces = (
         """UNION ALL SELECT pg_catalog.unnest(ARRAY[pn.oid::int8, d.xmin::text::int8]) FROM pg_catalog.pg_publication_namespace pn
@@ -24,10 +25,14 @@ def storages(conn: Connection, publication: str, oids: Collection[int]) -> dict[
     )
     rows = fetch(
         conn,
-        f"""SELECT c.oid::int8,
+        f"""WITH RECURSIVE below (root, relid) AS (
+                SELECT c.oid, c.oid FROM pg_catalog.pg_class c WHERE c.oid = ANY (%s::oid[]) AND c.relkind = 'p'
+                UNION ALL SELECT b.root, i.inhrelid FROM below b JOIN pg_catalog.pg_class k ON k.oid = b.relid AND k.relkind = 'p'
+                JOIN pg_catalog.pg_inherits i ON i.inhparent = k.oid)
+            SELECT c.oid::int8,
                (SELECT pg_catalog.json_agg(pg_catalog.json_build_array(a.attnum, a.attname, a.atttypid::int8, a.atthasmissing OR EXISTS (
-                    SELECT FROM pg_catalog.pg_partition_tree(c.oid) leaf JOIN pg_catalog.pg_attribute la ON la.attrelid = leaf.relid
-                    WHERE c.relkind = 'p' AND la.attname = a.attname AND la.atthasmissing)) ORDER BY a.attnum)
+                    SELECT FROM below leaf JOIN pg_catalog.pg_attribute la ON la.attrelid = leaf.relid
+                    WHERE leaf.root = c.oid AND la.attname = a.attname AND la.atthasmissing)) ORDER BY a.attnum)
                 FROM pg_catalog.pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
                (SELECT pg_catalog.json_agg(pg_catalog.json_build_array(
                     f.oid::int8, pg_catalog.pg_relation_filenode(f.oid)::int8, f.xmin::text::int8,
@@ -43,8 +48,7 @@ def storages(conn: Connection, publication: str, oids: Collection[int]) -> dict[
                         AND pg_catalog.age(a.xmin) <= pg_catalog.age(f.xmin))
                     ) ORDER BY f.oid)
                 FROM pg_catalog.pg_class f
-                WHERE f.oid IN (SELECT relid FROM pg_catalog.pg_partition_tree(c.oid) WHERE isleaf)
-                    OR (c.relkind <> 'p' AND f.oid = c.oid)),
+                WHERE f.relkind <> 'p' AND f.oid IN (SELECT relid FROM below WHERE root = c.oid) OR c.relkind <> 'p' AND f.oid = c.oid),
                (WITH above AS (SELECT relid::oid FROM pg_catalog.pg_partition_ancestors(c.oid) UNION SELECT c.oid)
                 SELECT pg_catalog.json_agg(id ORDER BY id) FROM (
                     SELECT pr.oid::int8 AS id FROM pg_catalog.pg_publication_rel pr
@@ -53,6 +57,7 @@ def storages(conn: Connection, publication: str, oids: Collection[int]) -> dict[
                p.oid::int8, p.xmin::text::int8
             FROM pg_catalog.pg_class c, pg_catalog.pg_publication p
             WHERE c.oid = ANY (%s::oid[]) AND p.pubname = %s""",
+        list(oids),
         list(oids),
         publication,
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import psycopg2
 import pytest
 
 from pgwal_pipeline.messages.errors import DecodeError, LakeError, PgwalError
@@ -305,3 +306,19 @@ def fill(source: Source, pipeline: Pipeline) -> int:
         source.sql("INSERT INTO a SELECT %s, string_agg(md5(random()::text), '') FROM generate_series(1, 3000)", number)
         insert(source, ["public.b", "public.c"], number)
     return pipeline.ledger.frontier() or 0
+
+
+@pytest.mark.timeout(120)
+def test_a_table_that_somebody_has_locked_holds_up_no_drain(pipeline: Pipeline) -> None:
+    """VACUUM FULL, or an ALTER TABLE that takes hours: meanwhile the WAL of the others is read and confirmed."""
+    create(pipeline.source)
+    pipeline.sync()
+    insert(pipeline.source, TABLES, 7)
+    with psycopg2.connect(pipeline.source.dsn) as holder:
+        holder.cursor().execute(f"LOCK TABLE {TABLES[0]} IN ACCESS EXCLUSIVE MODE")
+        target = drains.next_target(pipeline.settings)
+        pipeline.drain()
+        assert confirmed(pipeline) >= target
+        for table in TABLES:
+            assert 7 in raw_ids(pipeline, table)
+    holder.close()
