@@ -3,11 +3,13 @@
 No other module imports a private module of Dagster or changes one of its objects.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import dagster as dg
 from dagster._core.definitions.definitions_load_context import DefinitionsLoadContext, DefinitionsLoadType
+from dagster._core.events import AssetMaterializationPlannedData
 from dagster.components.utils.project_paths import get_code_server_metadata_key
 
 
@@ -36,3 +38,10 @@ def configure_logging_once(instance: dg.DagsterInstance) -> None:
     """
     handlers = list(instance.get_yaml_python_handlers())
     instance.get_yaml_python_handlers = lambda: handlers
+
+
+def report_planned(instance: dg.DagsterInstance, run: dg.DagsterRun, step_key: str, keys: Iterable[dg.AssetKey]) -> None:
+    """Record that `run` is about to materialize unpartitioned assets. Until it does, or ends, they count as in progress."""
+    for key in keys:
+        event = dg.DagsterEvent.build_asset_materialization_planned_event(run.job_name, step_key, AssetMaterializationPlannedData(key))
+        instance.report_dagster_event(event, run.run_id, logging.DEBUG)

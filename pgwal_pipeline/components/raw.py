@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
+from pgwal_pipeline.components.events import commit_metadata, materialization
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.requests import LOOK, SourceReading
 from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, slot_of, spark_of
@@ -33,8 +34,7 @@ def build_drain(source: CdcSource) -> Step:
             spark_of(context, source).start()  # the publish is next
         window = _drain_and_report(context, source)
         if window is not None:
-            for table, counts in _with_rows(window):
-                yield dg.MaterializeResult(asset_key=source.names.raw(table), metadata=_metadata(window, counts))
+            yield from _results(source, window)
 
     return Step(
         source,
@@ -74,9 +74,8 @@ def report_windows(context: StepContext, source: CdcSource, report: DrainReport,
     if others:
         context.instance.add_dynamic_partitions(source.windows_name, [window.key for window in others])
     for window in others:
-        for table, counts in _with_rows(window):
-            metadata = _metadata(window, counts)
-            context.log_event(dg.AssetMaterialization(source.names.raw(table), partition=window.key, metadata=metadata))
+        for result in _results(source, window):
+            context.log_event(materialization(result, window.key))
 
 
 def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[DrainReport, SourceReading | None]:
@@ -131,14 +130,22 @@ def _drained_meanwhile(context: StepContext, ledger: "Ledger", end: int) -> bool
     return record is not None and into is not None and into.at is not None and into.at >= record.create_timestamp
 
 
-def _with_rows(window: WindowReport) -> list[tuple[TableName, TableCounts]]:
-    return [(table, counts) for table, counts in sorted(window.tables.items()) if counts.rows]
+def _results(source: CdcSource, window: WindowReport) -> Iterator[dg.MaterializeResult]:
+    """Yield a materialization of each raw table that has rows in the window.
+
+    Its data version is the window's range of LSNs: what raw has of a range never changes.
+    """
+    version = dg.DataVersion(f"{window.start_lsn:016X}-{window.end_lsn:016X}")
+    for table, counts in sorted(window.tables.items()):
+        if counts.rows:
+            metadata = _metadata(window, table, counts)
+            yield dg.MaterializeResult(asset_key=source.names.raw(table), metadata=metadata, data_version=version)
 
 
-def _metadata(window: WindowReport, counts: TableCounts) -> dict[str, Any]:
+def _metadata(window: WindowReport, table: TableName, counts: TableCounts) -> dict[str, Any]:
     numbers = {f"pgwal/{name}": value for name, value in counts.to_json().items() if name != "rows"}
     edges = {"pgwal/start_lsn": format_lsn(window.start_lsn), "pgwal/end_lsn": format_lsn(window.end_lsn)}
-    return {"dagster/partition_row_count": counts.rows, **numbers, **edges}
+    return {"dagster/partition_row_count": counts.rows, **numbers, **edges, **commit_metadata(window.newest.get(table), window.at)}
 
 
 def _numbers(report: DrainReport) -> dict[str, float | int]:
