@@ -83,7 +83,11 @@ class AssetSpecs:
     slot_fails_after: timedelta = timedelta(minutes=30)
 
     def slot(self, publication: str) -> dg.AssetSpec:
-        """Return the slot's spec. The lag sensor keeps the slot fresh while commits are read in time."""
+        """Return the slot's spec. It is kept fresh while commits are read and published in time, also if there are none.
+
+        Its policy stands for all current tables: Dagster measures freshness from the last materialization, and a table that does not change
+        has none.
+        """
         return dg.AssetSpec(
             self.names.slot,
             group_name=SOURCE,
@@ -91,15 +95,15 @@ class AssetSpecs:
             owners=self.owners,
             description=(
                 f"The logical replication slot that feeds every raw table, on publication {code_span(publication)}. "
-                "Its plots show the lag, and what each step read and wrote and how long it took. It is stale when runs do not keep up with "
-                "the source."
+                "Its plots show the lag, and what each step read and wrote and how long it took. It is stale when commits are not read and "
+                "published in time; on a quiet source it stays fresh."
             ),
             metadata={"pgwal/publication": publication},
             freshness_policy=dg.FreshnessPolicy.time_window(fail_window=self.slot_fails_after, warn_window=self.slot_fails_after / 2),
         )
 
     def source(self, known: KnownTable) -> dg.AssetSpec:
-        """Return the spec of the table in Postgres, which is never written to."""
+        """Return the spec of the table in Postgres, which is observed and never written to."""
         return dg.AssetSpec(
             self.names.source(known.table),
             group_name=SOURCE,

@@ -10,8 +10,9 @@ from typing import Any
 import dagster as dg
 
 from pgwal_pipeline.asset_specs import FOLLOWED_CHECK
-from pgwal_pipeline.components.events import DATA_VERSION_TAG, announce, commit_metadata
+from pgwal_pipeline.components.events import DATA_VERSION_TAG, announce, visible_metadata
 from pgwal_pipeline.components.failures import at_work
+from pgwal_pipeline.components.observations import first_readings
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of
 from pgwal_pipeline.components.steps import Result, Step
 from pgwal_pipeline.lake.records import TablePointer
@@ -39,11 +40,16 @@ def build_publish(source: CdcSource) -> Step:
         report = _publish(context, source, tables)
         changed = _changed(context, source, report, last)
         results = [_result(source, report, table, version, whole=tables is None) for table, version in changed.items()]
+        if tables is None and not last.seen:
+            first_readings(context, source)
         announce(context, [source.names.current(table) for table in changed])
         yield from results
         reasons = _errors(slot_of(context, source).settings)
         yield from _followed(source, report, reasons, last)
         _observe(context, source, report, changed, reasons if tables is None else None)
+        if context.run.job_name == source.named("sync"):
+            # Everything that was committed when the run began has been published: the slot is fresh, also where no sensor is on.
+            context.log_event(dg.AssetMaterialization(source.names.slot))
 
     return Step(
         source,
@@ -73,10 +79,14 @@ def _publish(context: StepContext, source: CdcSource, tables: Iterable[TableName
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What Dagster has of a publish: where its tables stood, and the quoted names of the tables whose check failed, with the reasons."""
+    """What Dagster has of a publish: where its tables stood, and the quoted names of the tables whose check failed, with the reasons.
+
+    `seen`: whether first readings were recorded, by that publish or before.
+    """
 
     tables: Mapping[TableName, TablePointer] = field(default_factory=dict)
     failing: Mapping[str, str] = field(default_factory=dict)
+    seen: bool = False
 
 
 def _last_recorded(context: StepContext, source: CdcSource) -> _Recorded:
@@ -91,7 +101,8 @@ def _last_recorded(context: StepContext, source: CdcSource) -> _Recorded:
         entry = None if record.asset_observation is None else record.asset_observation.metadata.get(_RECORDED)
         if isinstance(entry, dg.JsonMetadataValue) and isinstance(entry.data, dict):
             same = entry.data["publish"] == _digest(publish.tables)
-            return _Recorded(publish.tables, entry.data["failing"]) if same else _Recorded()
+            seen = bool(entry.data.get("seen"))
+            return _Recorded(publish.tables, entry.data["failing"], seen) if same else _Recorded(seen=seen)
     return _Recorded()
 
 
@@ -120,7 +131,7 @@ def _observe(
         if failing is not None:
             reasons = {str(table): reason for table, reason in failing.items()}
             pointers = {name: TablePointer(found.path, found.version) for name, found in report.tables.items() if found.version is not None}
-            more[_RECORDED] = dg.MetadataValue.json({"publish": _digest(pointers), "failing": reasons})
+            more[_RECORDED] = dg.MetadataValue.json({"publish": _digest(pointers), "failing": reasons, "seen": True})
     told = {table: publish for table, publish in report.tables.items() if table in changed or publish.errors}
     observe_slot(context, source, numbers, publish_json(replace(report, tables=told)), more)
 
@@ -196,4 +207,4 @@ def _metadata(report: PublishReport, publish: TablePublish, *, whole: bool) -> d
         metadata["pgwal/rows_changed"] = publish.rows_changed
     if report.lsn is not None:
         metadata["pgwal/published_lsn"] = format_lsn(report.lsn)
-    return metadata | commit_metadata(publish.newest, report.published_at if whole else None)
+    return metadata | visible_metadata(publish.newest, report.published_at if whole else None)

@@ -36,15 +36,21 @@ def version_tags(version: str) -> dict[str, str]:
     return {DATA_VERSION_TAG: version}
 
 
-def commit_metadata(newest: NewestCommit | None, visible_at: datetime | None) -> dict[str, Any]:
+def visible_metadata(newest: NewestCommit | None, visible_at: datetime | None) -> dict[str, Any]:
     """Return the metadata of a table's newest commit, which became visible in the lake at `visible_at` (None: now)."""
+    if newest is None or newest.at is None:
+        return commit_metadata(newest)
+    seconds = ((visible_at or datetime.now(UTC)) - newest.at).total_seconds()
+    return commit_metadata(newest) | {SECONDS_TO_VISIBLE: round(max(0.0, seconds), 3)}
+
+
+def commit_metadata(newest: NewestCommit | None) -> dict[str, Any]:
+    """Return the metadata of a table's newest commit; empty if it is not known."""
     if newest is None:
         return {}
     metadata: dict[str, Any] = {NEWEST_COMMIT_LSN: format_lsn(newest.lsn)}
     if newest.at is not None:
         metadata[NEWEST_COMMIT_AT] = dg.MetadataValue.timestamp(newest.at)
-        seconds = ((visible_at or datetime.now(UTC)) - newest.at).total_seconds()
-        metadata[SECONDS_TO_VISIBLE] = round(max(0.0, seconds), 3)
     return metadata
 
 

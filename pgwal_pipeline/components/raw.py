@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from pgwal_pipeline.components.events import commit_metadata, materialization
+from pgwal_pipeline.components.events import materialization, visible_metadata
 from pgwal_pipeline.components.failures import at_work
+from pgwal_pipeline.components.observations import observe_tables
 from pgwal_pipeline.components.requests import LOOK, SourceReading
 from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, slot_of, spark_of
 from pgwal_pipeline.components.steps import Step
 from pgwal_pipeline.messages import progress
-from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
+from pgwal_pipeline.pipeline.reports import DrainReport, NewestCommit, TableCounts, WindowReport
 from pgwal_pipeline.values.lsn import format_lsn, parse_window_key
 from pgwal_pipeline.values.relation import TableName
 
@@ -61,6 +62,7 @@ def _drain_and_report(context: StepContext, source: CdcSource) -> WindowReport |
         report, look = _drain(context, slot, key)
     report_windows(context, source, report, own_key=key)
     hint_unknown(context, source, report.tables)
+    observe_tables(context, source, _newest(report))
     observe_slot(context, source, _numbers(report), report.to_json(), {} if look is None else {LOOK: dg.MetadataValue.json(asdict(look))})
     return next((window for window in report.windows if window.key == key), None)
 
@@ -130,6 +132,11 @@ def _drained_meanwhile(context: StepContext, ledger: "Ledger", end: int) -> bool
     return record is not None and into is not None and into.at is not None and into.at >= record.create_timestamp
 
 
+def _newest(report: DrainReport) -> dict[TableName, NewestCommit | None]:
+    """Return the tables with rows in the report's windows, each with its newest commit."""
+    return {table: window.newest.get(table) for window in report.windows for table, counts in window.tables.items() if counts.rows}
+
+
 def _results(source: CdcSource, window: WindowReport) -> Iterator[dg.MaterializeResult]:
     """Yield a materialization of each raw table that has rows in the window.
 
@@ -145,7 +152,7 @@ def _results(source: CdcSource, window: WindowReport) -> Iterator[dg.Materialize
 def _metadata(window: WindowReport, table: TableName, counts: TableCounts) -> dict[str, Any]:
     numbers = {f"pgwal/{name}": value for name, value in counts.to_json().items() if name != "rows"}
     edges = {"pgwal/start_lsn": format_lsn(window.start_lsn), "pgwal/end_lsn": format_lsn(window.end_lsn)}
-    return {"dagster/partition_row_count": counts.rows, **numbers, **edges, **commit_metadata(window.newest.get(table), window.at)}
+    return {"dagster/partition_row_count": counts.rows, **numbers, **edges, **visible_metadata(window.newest.get(table), window.at)}
 
 
 def _numbers(report: DrainReport) -> dict[str, float | int]:

@@ -17,7 +17,7 @@ from pgwal_pipeline.components.events import (
     NEWEST_COMMIT_AT,
     NEWEST_COMMIT_LSN,
     SECONDS_TO_VISIBLE,
-    commit_metadata,
+    visible_metadata,
 )
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline.drain import bootstrap, next_target
@@ -209,6 +209,6 @@ def _lsn(made: dg.AssetMaterialization, name: str) -> int:
 
 def test_a_commit_of_a_clock_that_is_ahead_is_visible_at_once() -> None:
     at, ahead = datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC)
-    assert commit_metadata(NewestCommit(16, ahead), at)[SECONDS_TO_VISIBLE] == 0
-    assert commit_metadata(NewestCommit(16, None), at) == {NEWEST_COMMIT_LSN: "0/10"}
-    assert commit_metadata(None, at) == {}
+    assert visible_metadata(NewestCommit(16, ahead), at)[SECONDS_TO_VISIBLE] == 0
+    assert visible_metadata(NewestCommit(16, None), at) == {NEWEST_COMMIT_LSN: "0/10"}
+    assert visible_metadata(None, at) == {}
