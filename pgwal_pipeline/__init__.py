@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pgwal_pipeline.components.cdc import PostgresCdcComponent
     from pgwal_pipeline.messages.errors import PgwalError
+    from pgwal_pipeline.partitions import commit_days, every_window, wal_windows
 
     __version__: str
 
-__all__ = ["PgwalError", "PostgresCdcComponent", "__version__"]
+__all__ = ["PgwalError", "PostgresCdcComponent", "__version__", "commit_days", "every_window", "wal_windows"]
 
-_MODULES = {"PgwalError": "pgwal_pipeline.messages.errors", "PostgresCdcComponent": "pgwal_pipeline.components.cdc"}
+_MODULES = {
+    "PgwalError": "pgwal_pipeline.messages.errors",
+    "PostgresCdcComponent": "pgwal_pipeline.components.cdc",
+    "commit_days": "pgwal_pipeline.partitions",
+    "every_window": "pgwal_pipeline.partitions",
+    "wal_windows": "pgwal_pipeline.partitions",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ import dagster as dg
 
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.messages.printable import code_span, distinct
+from pgwal_pipeline.messages.printable import code_span, distinct, plain_markdown, printable
 from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
 from pgwal_pipeline.values.relation import TableName
 
@@ -109,7 +109,7 @@ class AssetSpecs:
             group_name=SOURCE,
             kinds={"postgres"},
             owners=self.owners,
-            description=f"Table {code_span(str(known.table))} in Postgres.",
+            description=_described(known, f"Table {code_span(str(known.table))} in Postgres."),
             metadata={
                 "dagster/table_name": f"{known.table.schema}.{known.table.name}",
                 "dagster/column_schema": _source_schema(known),
@@ -126,9 +126,10 @@ class AssetSpecs:
             group_name=RAW,
             kinds={"postgres", "deltalake"},
             owners=self.owners,
-            description=(
+            description=_described(
+                known,
                 f"Every committed change of {code_span(str(known.table))}, exactly once, in an append-only Delta table. "
-                "A partition is a window of the write-ahead log; its key is the end LSN."
+                "A partition is a window of the write-ahead log; its key is the end LSN.",
             ),
             metadata=_stored(self.lake.raw(known.location), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}),
         )
@@ -142,9 +143,10 @@ class AssetSpecs:
             group_name=SNAPSHOT,
             kinds={"postgres", "deltalake"},
             owners=self.owners,
-            description=(
+            description=_described(
+                known,
                 f"The rows that {code_span(str(known.table))} had when the pipeline began to follow its changes, read in chunks while the "
-                "stream goes on. Materialize it to read the table again."
+                "stream goes on. Materialize it to read the table again.",
             ),
             metadata=_stored(
                 self.lake.snapshot(known.location),
@@ -164,9 +166,10 @@ class AssetSpecs:
             group_name=CURRENT,
             kinds={"pyspark", "deltalake"},
             owners=self.owners,
-            description=(
+            description=_described(
+                known,
                 f"{code_span(str(known.table))} as it was in Postgres at the newest publish. "
-                "All current tables are at the same LSN: joining them shows one state of the source."
+                "All current tables are at the same LSN: joining them shows one state of the source.",
             ),
             metadata=_stored(
                 self.lake.current(known.location),
@@ -174,6 +177,11 @@ class AssetSpecs:
                 {name: [raw, snapshot] for name in _names(known)},
             ),
         )
+
+
+def _described(known: KnownTable, description: str) -> str:
+    """Return an asset's description: the table's COMMENT, if it has one, and what the asset is."""
+    return description if not known.comment else f"{plain_markdown(known.comment)}\n\n{description}"
 
 
 def _names(known: KnownTable) -> list[str]:
@@ -191,7 +199,12 @@ def _constraints(known: KnownTable, name: str, nullable: bool) -> dg.TableColumn
 def _source_schema(known: KnownTable) -> dg.TableSchema:
     return dg.TableSchema(
         columns=[
-            dg.TableColumn(column.name, column.type, constraints=_constraints(known, column.name, column.nullable))
+            dg.TableColumn(
+                column.name,
+                column.type,
+                description=None if column.comment is None else printable(column.comment),
+                constraints=_constraints(known, column.name, column.nullable),
+            )
             for column in known.columns
         ]
     )
@@ -202,7 +215,7 @@ def _lake_schema(known: KnownTable, ours: Iterable[tuple[str, str, str]]) -> dg.
         dg.TableColumn(
             column.name,
             column.lake_type,
-            description=f"Postgres: {column.type}",
+            description=f"Postgres: {column.type}" if column.comment is None else f"{printable(column.comment)} (Postgres: {column.type})",
             constraints=dg.TableColumnConstraints(other=["key"] if column.name in known.key else []),
         )
         for column in known.columns

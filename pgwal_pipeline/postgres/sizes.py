@@ -28,7 +28,7 @@ def table_sizes(conn: Connection, tables: Collection[TableName]) -> dict[TableNa
         """SELECT t.schema, t.name,
                sum(CASE WHEN p.reltuples >= 0 THEN p.reltuples ELSE nullif(pg_catalog.pg_stat_get_live_tuples(p.oid), 0) END)::int8,
                sum(pg_catalog.pg_total_relation_size(p.oid))::int8
-           FROM pg_catalog.unnest(%s::text[], %s::text[]) AS t (schema, name)
+           FROM ROWS FROM (pg_catalog.unnest(%s::text[]), pg_catalog.unnest(%s::text[])) AS t (schema, name)
            JOIN pg_catalog.pg_namespace n ON n.nspname = t.schema
            JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.name
            CROSS JOIN LATERAL (

@@ -12,7 +12,7 @@ from dagster._daemon.freshness import FreshnessDaemon
 
 from pgwal_pipeline.components import sensors
 from pgwal_pipeline.messages.progress import Silent
-from pgwal_pipeline.pipeline.drain import bootstrap
+from pgwal_pipeline.pipeline.drain import bootstrap, drain
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.components.ticks import sensor_daemon
 from pgwal_pipeline_tests.support import Source
@@ -63,13 +63,15 @@ def test_a_quiet_source_stays_fresh_and_one_that_is_not_read_does_not(
     }.items():
         monkeypatch.setenv(name, value)
     source.sql("CREATE TABLE t (id int PRIMARY KEY)")
-    bootstrap(Settings.from_environment(), progress=Silent())
+    bootstrap(settings := Settings.from_environment(), progress=Silent())
     with sensor_daemon(instance) as daemon:
         monkeypatch.setattr(sensors, "time", SimpleNamespace(time=lambda: daemon.now))
 
-        def states(hours: float) -> set[FreshnessState]:
+        def states(hours: float, *, drained: bool) -> set[FreshnessState]:
             found = set()
             for _ in range(round(hours * 12)):
+                if drained:
+                    drain(settings, progress=Silent())
                 daemon.now += 240
                 daemon.tick()
                 with freeze_time(daemon.now):
@@ -78,6 +80,6 @@ def test_a_quiet_source_stays_fresh_and_one_that_is_not_read_does_not(
                 found.add(instance.get_freshness_state_records([SLOT])[SLOT].freshness_state)
             return found
 
-        assert states(3) == {FreshnessState.PASS}
+        assert states(3, drained=True) == {FreshnessState.PASS}
         source.sql("INSERT INTO t VALUES (1)")  # nobody runs what the sensor asks for
-        assert FreshnessState.FAIL in states(1)
+        assert FreshnessState.FAIL in states(1, drained=False)
