@@ -47,9 +47,6 @@ def build_publish(source: CdcSource) -> Step:
         reasons = _errors(slot_of(context, source).settings)
         yield from _followed(source, report, reasons, last)
         _observe(context, source, report, changed, reasons if tables is None else None)
-        if context.run.job_name == source.named("sync"):
-            # Everything that was committed when the run began has been published: the slot is fresh, also where no sensor is on.
-            context.log_event(dg.AssetMaterialization(source.names.slot))
 
     return Step(
         source,
@@ -199,7 +196,7 @@ def _metadata(report: PublishReport, publish: TablePublish, *, whole: bool) -> d
     """Return a table's metadata. Only a `whole` publish, of all tables, has its time from the ledger."""
     from pgwal_pipeline.lake.current import row_count
 
-    metadata: dict[str, Any] = {"pgwal/path": dg.MetadataValue.path(publish.path), _VERSION: publish.version}
+    metadata: dict[str, Any] = {_VERSION: publish.version}
     if publish.version is not None:
         with suppress(LakeError):  # damaged since the merge; the table's next publish reports it
             metadata["dagster/row_count"] = row_count(publish.path, publish.version)

@@ -1,10 +1,10 @@
 """What materializations and observations say of a table's data: its version, its newest commit, and how soon that was visible.
 
-Automation conditions go by these events. Every table that a publish changed is announced before the first one is materialized: a condition
+Automation conditions go by these events. The tables that a publish changed are announced before the first one is materialized: a condition
 that waits while a dependency is in progress, as `eager()` does, then sees all of them updated at once.
 """
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -38,23 +38,20 @@ def version_tags(version: str) -> dict[str, str]:
 
 def visible_metadata(newest: NewestCommit | None, visible_at: datetime | None) -> dict[str, Any]:
     """Return the metadata of a table's newest commit, which became visible in the lake at `visible_at` (None: now)."""
-    if newest is None or newest.at is None:
-        return commit_metadata(newest)
-    seconds = ((visible_at or datetime.now(UTC)) - newest.at).total_seconds()
-    return commit_metadata(newest) | {SECONDS_TO_VISIBLE: round(max(0.0, seconds), 3)}
-
-
-def commit_metadata(newest: NewestCommit | None) -> dict[str, Any]:
-    """Return the metadata of a table's newest commit; empty if it is not known."""
     if newest is None:
         return {}
     metadata: dict[str, Any] = {NEWEST_COMMIT_LSN: format_lsn(newest.lsn)}
     if newest.at is not None:
         metadata[NEWEST_COMMIT_AT] = dg.MetadataValue.timestamp(newest.at)
+        seconds = ((visible_at or datetime.now(UTC)) - newest.at).total_seconds()
+        metadata[SECONDS_TO_VISIBLE] = round(max(0.0, seconds), 3)
     return metadata
 
 
-def announce(context: StepContext, keys: Collection[dg.AssetKey]) -> None:
-    """Record that the run is about to materialize these assets, where an op does so; for a step of assets Dagster has recorded it."""
+def announce(context: StepContext, keys: Sequence[dg.AssetKey]) -> None:
+    """Record that the run is about to materialize these assets, in this order. The first is next, and need not be announced.
+
+    For a step of assets Dagster has recorded it.
+    """
     if not isinstance(context, dg.AssetExecutionContext):
-        report_planned(context.instance, context.run, str(context.op_handle), keys)
+        report_planned(context.instance, context.run, str(context.op_handle), keys[1:])

@@ -9,7 +9,7 @@ from typing import Any
 
 import dagster as dg
 
-from pgwal_pipeline.components.events import commit_metadata, version_tags
+from pgwal_pipeline.components.events import NEWEST_COMMIT_AT, version_tags
 from pgwal_pipeline.components.source import CdcSource, StepContext, op_safe, slot_of
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.pipeline.reports import NewestCommit
@@ -28,7 +28,7 @@ def observe_tables(context: StepContext, source: CdcSource, tables: Newest) -> N
 
 
 def first_readings(context: StepContext, source: CdcSource) -> None:
-    """Record what this Dagster instance lacks of a lake that was filled without it: source tables never observed, and snapshots."""
+    """Record what this Dagster instance lacks of a lake: source tables never observed, snapshots, and the slot where no sensor is on."""
     from pgwal_pipeline.lake.layout import Lake
     from pgwal_pipeline.lake.ledger import Ledger
     from pgwal_pipeline.pipeline.source_tables import newest_commits
@@ -42,7 +42,9 @@ def first_readings(context: StepContext, source: CdcSource) -> None:
     if unseen:
         observe_tables(context, source, {table: newest.get(table) for table in unseen})
     snapshots = {source.names.snapshot(table): state for table, state in states.items() if state.generation is not None}
-    recorded = context.instance.get_latest_materialization_events(list(snapshots))
+    recorded = context.instance.get_latest_materialization_events([*snapshots, source.names.slot])
+    if recorded.get(source.names.slot) is None:
+        context.log_event(dg.AssetMaterialization(source.names.slot))
     for key, state in sorted(snapshots.items()):
         if recorded.get(key) is None:
             chunks = [chunk for chunk in ledger.chunks(state.location, state.generation or "") if chunk.attempt is not None]
@@ -89,7 +91,8 @@ def _observations(
         context.log.info(f"The tables' sizes are left out: {error}")
         found = {}
     for table, newest in sorted(tables.items()):
-        metadata = commit_metadata(newest)
+        # The newest commit's LSN is the data version.
+        metadata: dict[str, Any] = {} if newest is None or newest.at is None else {NEWEST_COMMIT_AT: dg.MetadataValue.timestamp(newest.at)}
         if (size := found.get(table)) is not None:
             metadata |= {"pgwal/bytes": size.bytes} | ({} if size.rows is None else {"pgwal/estimated_rows": size.rows})
         yield source.names.source(table), metadata, None if newest is None else version_tags(f"{newest.lsn:016X}")

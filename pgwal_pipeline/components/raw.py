@@ -150,7 +150,8 @@ def _results(source: CdcSource, window: WindowReport) -> Iterator[dg.Materialize
 
 
 def _metadata(window: WindowReport, table: TableName, counts: TableCounts) -> dict[str, Any]:
-    numbers = {f"pgwal/{name}": value for name, value in counts.to_json().items() if name != "rows"}
+    rare = ("truncates", "key_changes")
+    numbers = {f"pgwal/{name}": value for name, value in counts.to_json().items() if name != "rows" and (value or name not in rare)}
     edges = {"pgwal/start_lsn": format_lsn(window.start_lsn), "pgwal/end_lsn": format_lsn(window.end_lsn)}
     return {"dagster/partition_row_count": counts.rows, **numbers, **edges, **visible_metadata(window.newest.get(table), window.at)}
 

@@ -100,9 +100,9 @@ def content_version(path: str, version: int) -> str:
 
 def _changes_content(path: str, version: int) -> bool:
     """Return whether a commit changed rows or columns; True if the log does not have it any more."""
-    name = f"_delta_log/{version:020}.json"
+    root, folder = _split(path)
     try:
-        with filesystem(path).open_input_stream(name) as stream:
+        with filesystem(root).open_input_stream(f"{folder}/_delta_log/{version:020}.json") as stream:
             actions = [json.loads(line) for line in stream.read().splitlines() if line.strip()]
     except FileNotFoundError:
         return True
@@ -113,3 +113,12 @@ def _changes_content(path: str, version: int) -> bool:
         return False
     before = open_current(path, version - 1)
     return before is None or Schema.from_json(columns[-1]) != before.schema()
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Return the bucket of `path`, or the root of the file system, and the rest: one client serves all tables."""
+    scheme, separator, rest = path.rpartition("://")
+    if not separator:
+        return "/", path.lstrip("/")
+    bucket, _, folder = rest.partition("/")
+    return f"{scheme}://{bucket}", folder

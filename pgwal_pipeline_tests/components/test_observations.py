@@ -13,7 +13,7 @@ from pgwal_pipeline.components.events import DATA_VERSION_TAG, NEWEST_COMMIT_AT,
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline.drain import bootstrap, next_target
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline.values.lsn import window_key
+from pgwal_pipeline.values.lsn import parse_lsn, window_key
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.components.instances import dagster_instance
 from pgwal_pipeline_tests.components.projects import project
@@ -83,10 +83,14 @@ def test_a_pipeline_without_a_fault_has_no_orange_mark(
     source.sql("INSERT INTO orders VALUES (6, 6)")
     (seen,) = observed(synced := run(definitions, instance, "sync")).values()
     assert seen.asset_key == NAMES.source(ORDERS)
-    assert {"pgwal/bytes", "pgwal/estimated_rows", NEWEST_COMMIT_LSN, NEWEST_COMMIT_AT} == seen.metadata.keys()
+    assert {"pgwal/bytes", "pgwal/estimated_rows", NEWEST_COMMIT_AT} == seen.metadata.keys()
     assert seen.metadata["pgwal/estimated_rows"].value == 5
     (raw,) = (event for event in synced.get_asset_materialization_events() if event.asset_key == NAMES.raw(ORDERS))
-    assert raw.materialization.metadata[NEWEST_COMMIT_LSN] == seen.metadata[NEWEST_COMMIT_LSN]
+    assert raw.materialization.metadata[NEWEST_COMMIT_AT] == seen.metadata[NEWEST_COMMIT_AT]
+    lsn = raw.materialization.metadata[NEWEST_COMMIT_LSN].value
+    assert isinstance(lsn, str)
+    assert (seen.tags or {})[DATA_VERSION_TAG] == f"{parse_lsn(lsn):016X}"
+    source.sql("SELECT pg_switch_wal()")
     assert observed(run(definitions, instance, "sync")) == {}
 
     # A button observes them too, and does not take an unchanged table for a changed one.
@@ -114,7 +118,6 @@ def test_an_instance_that_did_not_see_the_lake_being_filled_learns_of_it(
         assert snapshot[NAMES.snapshot(ORDERS)].metadata["dagster/row_count"].value == 5
         source.sql("INSERT INTO orders VALUES (7, 7)")
         assert {event.asset_key for event in run(definitions, instance, "sync").get_asset_materialization_events()} == {
-            NAMES.slot,
             NAMES.raw(ORDERS),
             NAMES.current(ORDERS),
         }
@@ -130,4 +133,4 @@ def test_without_the_source_a_publish_records_what_it_knows(
         run(definitions, other, "drain")
     monkeypatch.setenv("PGWAL_SOURCE_DSN", "postgresql://me@127.0.0.1:1/nowhere")
     run(definitions, instance, "publish")
-    assert marked(definitions, instance) == {"slot/pgwal"}
+    assert marked(definitions, instance) == set()
