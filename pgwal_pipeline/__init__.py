@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pgwal_pipeline.components.published import PublishedLake
     from pgwal_pipeline.components.published_inputs import PublishedTableIOManager
     from pgwal_pipeline.messages.errors import PgwalError
+    from pgwal_pipeline.partitions import commit_days, every_window, wal_windows
     from pgwal_pipeline.published.apply import apply_changes
     from pgwal_pipeline.published.changes import Changes
     from pgwal_pipeline.published.state import PublishedState
@@ -26,6 +27,9 @@ __all__ = [
     "PublishedTableIOManager",
     "__version__",
     "apply_changes",
+    "commit_days",
+    "every_window",
+    "wal_windows",
 ]
 
 _MODULES = {
@@ -36,6 +40,9 @@ _MODULES = {
     "PublishedState": "pgwal_pipeline.published.state",
     "PublishedTableIOManager": "pgwal_pipeline.components.published_inputs",
     "apply_changes": "pgwal_pipeline.published.apply",
+    "commit_days": "pgwal_pipeline.partitions",
+    "every_window": "pgwal_pipeline.partitions",
+    "wal_windows": "pgwal_pipeline.partitions",
 }
 
 

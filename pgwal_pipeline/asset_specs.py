@@ -9,7 +9,7 @@ import dagster as dg
 
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.messages.printable import code_span, distinct
+from pgwal_pipeline.messages.printable import code_span, distinct, plain_markdown, printable
 from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
 from pgwal_pipeline.values.relation import TableName
 
@@ -83,7 +83,11 @@ class AssetSpecs:
     slot_fails_after: timedelta = timedelta(minutes=30)
 
     def slot(self, publication: str) -> dg.AssetSpec:
-        """Return the slot's spec. The lag sensor keeps the slot fresh while commits are read in time."""
+        """Return the slot's spec. It is kept fresh while commits are read and published in time, also if there are none.
+
+        Its policy stands for all current tables: Dagster measures freshness from the last materialization, and a table that does not change
+        has none.
+        """
         return dg.AssetSpec(
             self.names.slot,
             group_name=SOURCE,
@@ -91,21 +95,21 @@ class AssetSpecs:
             owners=self.owners,
             description=(
                 f"The logical replication slot that feeds every raw table, on publication {code_span(publication)}. "
-                "Its plots show the lag, and what each step read and wrote and how long it took. It is stale when runs do not keep up with "
-                "the source."
+                "Its plots show the lag, and what each step read and wrote and how long it took. It is stale when commits are not read and "
+                "published in time; on a quiet source it stays fresh."
             ),
             metadata={"pgwal/publication": publication},
             freshness_policy=dg.FreshnessPolicy.time_window(fail_window=self.slot_fails_after, warn_window=self.slot_fails_after / 2),
         )
 
     def source(self, known: KnownTable) -> dg.AssetSpec:
-        """Return the spec of the table in Postgres, which is never written to."""
+        """Return the spec of the table in Postgres, which is observed and never written to."""
         return dg.AssetSpec(
             self.names.source(known.table),
             group_name=SOURCE,
             kinds={"postgres"},
             owners=self.owners,
-            description=f"Table {code_span(str(known.table))} in Postgres.",
+            description=_described(known, f"Table {code_span(str(known.table))} in Postgres."),
             metadata={
                 "dagster/table_name": f"{known.table.schema}.{known.table.name}",
                 "dagster/column_schema": _source_schema(known),
@@ -122,9 +126,10 @@ class AssetSpecs:
             group_name=RAW,
             kinds={"postgres", "deltalake"},
             owners=self.owners,
-            description=(
+            description=_described(
+                known,
                 f"Every committed change of {code_span(str(known.table))}, exactly once, in an append-only Delta table. "
-                "A partition is a window of the write-ahead log; its key is the end LSN."
+                "A partition is a window of the write-ahead log; its key is the end LSN.",
             ),
             metadata=_stored(self.lake.raw(known.location), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}),
         )
@@ -138,9 +143,10 @@ class AssetSpecs:
             group_name=SNAPSHOT,
             kinds={"postgres", "deltalake"},
             owners=self.owners,
-            description=(
+            description=_described(
+                known,
                 f"The rows that {code_span(str(known.table))} had when the pipeline began to follow its changes, read in chunks while the "
-                "stream goes on. Materialize it to read the table again."
+                "stream goes on. Materialize it to read the table again.",
             ),
             metadata=_stored(
                 self.lake.snapshot(known.location),
@@ -160,9 +166,10 @@ class AssetSpecs:
             group_name=CURRENT,
             kinds={"pyspark", "deltalake"},
             owners=self.owners,
-            description=(
+            description=_described(
+                known,
                 f"{code_span(str(known.table))} as it was in Postgres at the newest publish. "
-                "All current tables are at the same LSN: joining them shows one state of the source."
+                "All current tables are at the same LSN: joining them shows one state of the source.",
             ),
             metadata=_stored(
                 self.lake.current(known.location),
@@ -170,6 +177,11 @@ class AssetSpecs:
                 {name: [raw, snapshot] for name in _names(known)},
             ),
         )
+
+
+def _described(known: KnownTable, description: str) -> str:
+    """Return an asset's description: the table's COMMENT, if it has one, and what the asset is."""
+    return description if not known.comment else f"{plain_markdown(known.comment)}\n\n{description}"
 
 
 def _names(known: KnownTable) -> list[str]:
@@ -187,7 +199,12 @@ def _constraints(known: KnownTable, name: str, nullable: bool) -> dg.TableColumn
 def _source_schema(known: KnownTable) -> dg.TableSchema:
     return dg.TableSchema(
         columns=[
-            dg.TableColumn(column.name, column.type, constraints=_constraints(known, column.name, column.nullable))
+            dg.TableColumn(
+                column.name,
+                column.type,
+                description=None if column.comment is None else printable(column.comment),
+                constraints=_constraints(known, column.name, column.nullable),
+            )
             for column in known.columns
         ]
     )
@@ -198,7 +215,7 @@ def _lake_schema(known: KnownTable, ours: Iterable[tuple[str, str, str]]) -> dg.
         dg.TableColumn(
             column.name,
             column.lake_type,
-            description=f"Postgres: {column.type}",
+            description=f"Postgres: {column.type}" if column.comment is None else f"{printable(column.comment)} (Postgres: {column.type})",
             constraints=dg.TableColumnConstraints(other=["key"] if column.name in known.key else []),
         )
         for column in known.columns

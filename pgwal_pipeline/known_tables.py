@@ -22,19 +22,20 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class KnownColumn:
-    """A column, with its type as Postgres shows it (`numeric(10,2)`) and as Delta does (`decimal(10,2)`)."""
+    """A column, with its type as Postgres shows it (`numeric(10,2)`) and as Delta does (`decimal(10,2)`), and its COMMENT."""
 
     name: str
     type: str
     lake_type: str
     nullable: bool = True
+    comment: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KnownTable:
     """A table that is published, or will be.
 
-    `key` is empty if the table has none. `kept_as` is its location in the lake, None if that is its name.
+    `key` is empty if the table has none. `kept_as` is its location in the lake, None if that is its name. `comment` is its COMMENT.
     """
 
     table: TableName
@@ -42,6 +43,7 @@ class KnownTable:
     key: tuple[str, ...] = ()
     kept_as: TableName | None = None
     oid: int = 0
+    comment: str | None = None
 
     @property
     def location(self) -> TableName:
@@ -55,16 +57,21 @@ def fetch(settings: Settings) -> tuple[KnownTable, ...]:
     Raises SettingError if no source is named, SourceUnavailable and SourceRefused as `connect` does.
     """
     from pgwal_pipeline.postgres.dsn import connect
-    from pgwal_pipeline.postgres.followed import followed_tables
+    from pgwal_pipeline.postgres.followed import comments, followed_tables
 
     with connect(settings.dsn, application="pgwal definitions", connect_timeout=CONNECT_TIMEOUT) as conn:
-        return tuple(known(relation) for relation in followed_tables(conn, settings.publication, settings.tables))
+        relations = followed_tables(conn, settings.publication, settings.tables)
+        said = comments(conn, [relation.oid for relation in relations])
+        return tuple(known(relation, said.get(relation.oid, {})) for relation in relations)
 
 
-def known(relation: Relation) -> KnownTable:
-    """Return what the definitions keep of a table."""
-    columns = tuple(KnownColumn(column.name, column.type.name, _lake_type(column.type), column.nullable) for column in relation.columns)
-    return KnownTable(relation.table, columns, relation.key, oid=relation.oid)
+def known(relation: Relation, comments: Mapping[str | None, str]) -> KnownTable:
+    """Return what the definitions keep of a table, with the comments of its columns, and under None its own."""
+    columns = tuple(
+        KnownColumn(column.name, column.type.name, _lake_type(column.type), column.nullable, comments.get(column.name))
+        for column in relation.columns
+    )
+    return KnownTable(relation.table, columns, relation.key, oid=relation.oid, comment=comments.get(None))
 
 
 def _lake_type(declared: PgType) -> str:
@@ -158,7 +165,10 @@ def dump(tables: Iterable[KnownTable]) -> str:
             "key": list(known.key),
             "kept_as": known.kept_as and [known.kept_as.schema, known.kept_as.name],
             "oid": known.oid,
-            "columns": [asdict(column) for column in known.columns],
+            # Apart from the columns, of which an earlier version takes no other fields.
+            "comment": known.comment,
+            "comments": {column.name: column.comment for column in known.columns if column.comment is not None},
+            "columns": [{name: value for name, value in asdict(column).items() if name != "comment"} for column in known.columns],
         }
         for known in tables
     ]
@@ -173,10 +183,11 @@ def load(text: str) -> tuple[KnownTable, ...]:
     return tuple(
         KnownTable(
             TableName(row["schema"], row["name"]),
-            tuple(KnownColumn(**column) for column in row["columns"]),
+            tuple(KnownColumn(**column, comment=row.get("comments", {}).get(column["name"])) for column in row["columns"]),
             tuple(row["key"]),
             TableName(*row["kept_as"]) if row.get("kept_as") else None,
             row.get("oid", 0),
+            row.get("comment"),
         )
         for row in state["tables"]
     )

@@ -12,11 +12,30 @@ from pgwal_pipeline_tests.messages.hostile import HOSTILE
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_assets_of_hostile_names(text: str) -> None:
-    known = KnownTable(TableName(text, text), (KnownColumn(text, "text", "string"),), ())
+    known = KnownTable(TableName(text, text), (KnownColumn(text, "text", "string", comment=text),), (), comment=text)
     specs = AssetSpecs(AssetNames("slot"), Lake("/lake"))
     for spec in (specs.source(known), specs.raw(known), specs.snapshot(known), specs.current(known)):
         assert isinstance(spec, dg.AssetSpec)
         assert printable(spec.key.to_user_string()) == spec.key.to_user_string()
-        assert printable(spec.description or "") == spec.description
-        types = {token.type for token in MarkdownIt().parse(spec.description or "")[1].children or ()}
+        assert {token.type for token in MarkdownIt().parse(spec.description or "")} == {"paragraph_open", "inline", "paragraph_close"}
+        comment, description = (spec.description or "").rsplit("\n\n", 1)
+        assert printable(description) == description
+        assert printable(comment.replace("\n", "")) == comment.replace("\n", "")
+        types = {token.type for token in MarkdownIt().parse(description)[1].children or ()}
         assert types == {"text", "code_inline"}
+        (column, *_) = spec.metadata["dagster/column_schema"].columns
+        assert printable(column.description) == column.description
+
+
+def test_comments_are_descriptions() -> None:
+    comment = "Orders; see postgres://me:secret@host/db?x_y=1\n- one *star*"
+    known = KnownTable(TableName("shop", "orders"), (KnownColumn("id", "bigint", "long", comment="The order's number"),), comment=comment)
+    specs = AssetSpecs(AssetNames("slot"), Lake("/lake"))
+    for spec in (specs.source(known), specs.raw(known), specs.snapshot(known), specs.current(known)):
+        inline = MarkdownIt().parse(spec.description or "")[1].children or ()
+        shown = "".join("\n" if token.type == "hardbreak" else token.content for token in inline)
+        assert shown == comment
+        (column, *_) = spec.metadata["dagster/column_schema"].columns
+        assert column.description.startswith("The order's number")
+    plain = specs.current(KnownTable(TableName("shop", "orders"), ())).description or ""
+    assert plain.startswith("`shop.orders` as it was")

@@ -112,3 +112,27 @@ def test_the_default_home_is_in_the_working_directory(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     path = known_tables.state_path(Settings(source_dsn=NOBODY))  # pyright: ignore[reportArgumentType]
     assert path.parent == tmp_path / ".dagster" / "pgwal"
+
+
+def test_comments_are_kept_and_follow_the_source(source: Source) -> None:
+    source.sql("CREATE TABLE a (id int PRIMARY KEY, dropped int, total int, long int)")
+    source.sql("COMMENT ON TABLE a IS 'All of a; postgres://me:secret@host/db'; COMMENT ON COLUMN a.total IS 'in cents'")
+    source.sql("COMMENT ON COLUMN a.dropped IS 'gone'; ALTER TABLE a DROP COLUMN dropped")
+    source.sql("CREATE TABLE b (id int PRIMARY KEY); CREATE INDEX a_total ON a (total); COMMENT ON INDEX a_total IS 'no table'")
+    source.sql(f"COMMENT ON COLUMN a.long IS '{'ü' * 5000}'")
+    here = settings(source)
+    a, b = known_tables.refresh(here)
+    assert a.comment == "All of a; postgres://me:secret@host/db"
+    assert {column.name: column.comment for column in a.columns} == {"id": None, "total": "in cents", "long": "ü" * 999 + "…"}
+    assert (b.comment, b.columns[0].comment) == (None, None)
+    assert known_tables.remembered(here) == (a, b)
+    source.sql("COMMENT ON TABLE a IS NULL; COMMENT ON COLUMN a.total IS 'in francs'")
+    a, _ = known_tables.refresh(here)
+    assert (a.comment, {column.name: column.comment for column in a.columns}["total"]) == (None, "in francs")
+
+
+def test_state_without_comments_still_loads() -> None:
+    column = '{"name": "id", "type": "int", "lake_type": "integer"}'
+    text = f'{{"format": 1, "tables": [{{"schema": "public", "name": "a", "key": [], "columns": [{column}]}}]}}'
+    (table,) = known_tables.load(text)
+    assert (table.comment, table.columns[0].comment) == (None, None)

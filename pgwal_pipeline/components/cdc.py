@@ -14,6 +14,7 @@ from pgwal_pipeline.asset_specs import AssetNames, AssetSpecs
 from pgwal_pipeline.components.checks import build_health_check
 from pgwal_pipeline.components.dagster_internals import loading, state_is_missing
 from pgwal_pipeline.components.jobs import Steps, build_jobs
+from pgwal_pipeline.components.observations import build_source_assets
 from pgwal_pipeline.components.published import PublishedLake
 from pgwal_pipeline.components.resources import DSN_VARIABLE, LakeSpark, ReplicationSlot, settings_for, settings_without_source
 from pgwal_pipeline.components.sensors import build_lag_sensor, build_new_table_sensor, build_schedules
@@ -107,7 +108,7 @@ class PostgresCdcComponent(dg.StateBackedComponent, dg.Resolvable):
         return dg.Definitions(
             assets=[
                 source.assets.slot(source.settings.publication),
-                *(source.assets.source(known) for known in tables),
+                *([build_source_assets(source)] if tables else []),
                 *(step for step in graph if not isinstance(step, dg.AssetChecksDefinition)),
             ],
             asset_checks=[build_health_check(source), *(step for step in graph if isinstance(step, dg.AssetChecksDefinition))],

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import dagster as dg
 
 from pgwal_pipeline.asset_specs import FOLLOWED_CHECK
+from pgwal_pipeline.components.events import DATA_VERSION_TAG, announce, visible_metadata
 from pgwal_pipeline.components.failures import at_work
+from pgwal_pipeline.components.observations import first_readings
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of
 from pgwal_pipeline.components.steps import Result, Step
 from pgwal_pipeline.lake.records import TablePointer
@@ -29,16 +31,19 @@ _OBSERVATIONS = 20  # of the slot's newest, among which the last publish is sear
 def build_publish(source: CdcSource) -> Step:
     """Build the step `publish_current`, which materializes the current tables.
 
-    Only tables with a new Delta version are materialized: the others had no changes and are at the publish's LSN as they are. A table that
-    cannot be followed fails its check and does not hold up the others. A check is recorded when its verdict changes.
+    Only tables whose content changed are materialized: the others are at the publish's LSN as they are. A table that cannot be followed
+    fails its check and does not hold up the others. A check is recorded when its verdict changes.
     """
 
     def work(context: StepContext, tables: tuple[TableName, ...] | None) -> Iterator[Result]:
         last = _last_recorded(context, source)
         report = _publish(context, source, tables)
         changed = _changed(context, source, report, last)
-        for table in changed:
-            yield dg.MaterializeResult(asset_key=source.names.current(table), metadata=_metadata(report, report.tables[table]))
+        results = [_result(source, report, table, version, whole=tables is None) for table, version in changed.items()]
+        if tables is None and not last.seen:
+            first_readings(context, source)
+        announce(context, [source.names.current(table) for table in changed])
+        yield from results
         reasons = _errors(slot_of(context, source).settings)
         yield from _followed(source, report, reasons, last)
         _observe(context, source, report, changed, reasons if tables is None else None)
@@ -71,10 +76,14 @@ def _publish(context: StepContext, source: CdcSource, tables: Iterable[TableName
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What Dagster has of a publish: where its tables stood, and the quoted names of the tables whose check failed, with the reasons."""
+    """What Dagster has of a publish: where its tables stood, and the quoted names of the tables whose check failed, with the reasons.
+
+    `seen`: whether first readings were recorded, by that publish or before.
+    """
 
     tables: Mapping[TableName, TablePointer] = field(default_factory=dict)
     failing: Mapping[str, str] = field(default_factory=dict)
+    seen: bool = False
 
 
 def _last_recorded(context: StepContext, source: CdcSource) -> _Recorded:
@@ -89,7 +98,8 @@ def _last_recorded(context: StepContext, source: CdcSource) -> _Recorded:
         entry = None if record.asset_observation is None else record.asset_observation.metadata.get(_RECORDED)
         if isinstance(entry, dg.JsonMetadataValue) and isinstance(entry.data, dict):
             same = entry.data["publish"] == _digest(publish.tables)
-            return _Recorded(publish.tables, entry.data["failing"]) if same else _Recorded()
+            seen = bool(entry.data.get("seen"))
+            return _Recorded(publish.tables, entry.data["failing"], seen) if same else _Recorded(seen=seen)
     return _Recorded()
 
 
@@ -100,7 +110,7 @@ def _digest(tables: Mapping[TableName, TablePointer]) -> str:
 
 
 def _observe(
-    context: StepContext, source: CdcSource, report: PublishReport, changed: Sequence[TableName], failing: Mapping[TableName, str] | None
+    context: StepContext, source: CdcSource, report: PublishReport, changed: Collection[TableName], failing: Mapping[TableName, str] | None
 ) -> None:
     """Record the numbers on the slot's asset, after everything else; the report names only the tables that changed or failed.
 
@@ -118,7 +128,7 @@ def _observe(
         if failing is not None:
             reasons = {str(table): reason for table, reason in failing.items()}
             pointers = {name: TablePointer(found.path, found.version) for name, found in report.tables.items() if found.version is not None}
-            more[_RECORDED] = dg.MetadataValue.json({"publish": _digest(pointers), "failing": reasons})
+            more[_RECORDED] = dg.MetadataValue.json({"publish": _digest(pointers), "failing": reasons, "seen": True})
     told = {table: publish for table, publish in report.tables.items() if table in changed or publish.errors}
     observe_slot(context, source, numbers, publish_json(replace(report, tables=told)), more)
 
@@ -142,8 +152,8 @@ def _errors(settings: Settings) -> dict[TableName, str]:
     return {state.table: state.reason or "No reason was given." for state in states if state.state == "error"}
 
 
-def _changed(context: StepContext, source: CdcSource, report: PublishReport, last: _Recorded) -> list[TableName]:
-    """Return the tables whose Delta version is not the one of their newest materialization.
+def _changed(context: StepContext, source: CdcSource, report: PublishReport, last: _Recorded) -> dict[TableName, str]:
+    """Return the tables whose content is not that of their newest materialization, with the data versions that tell it.
 
     Dagster is asked only about those that do not stand where the publish before left them.
     """
@@ -153,24 +163,40 @@ def _changed(context: StepContext, source: CdcSource, report: PublishReport, las
         if publish.version is not None and not publish.errors and last.tables.get(table) != TablePointer(publish.path, publish.version)
     }
     recorded = _recorded_versions(context, moved)
-    return [table for key, table in moved.items() if recorded.get(key) != (report.tables[table].path, report.tables[table].version)]
+    found = {key: _data_version(report.tables[table]) for key, table in moved.items()}
+    return {table: found[key] for key, table in moved.items() if recorded.get(key) != found[key]}
 
 
-def _recorded_versions(context: StepContext, keys: Iterable[dg.AssetKey]) -> dict[dg.AssetKey, tuple[str, int]]:
-    """Return the path and Delta version that the newest materialization of each asset names."""
-    recorded: dict[dg.AssetKey, tuple[str, int]] = {}
+def _data_version(publish: TablePublish) -> str:
+    from pgwal_pipeline.lake.standing import content_version
+
+    assert publish.version is not None
+    try:
+        return content_version(publish.path, publish.version)
+    except LakeError:  # damaged since the merge; the table's next publish reports it
+        return str(publish.version)
+
+
+def _recorded_versions(context: StepContext, keys: Iterable[dg.AssetKey]) -> dict[dg.AssetKey, str]:
+    """Return the data version of the newest materialization of each asset."""
+    recorded: dict[dg.AssetKey, str] = {}
     for record in context.instance.get_asset_records(list(keys)):
         newest = record.asset_entry.last_materialization
         if newest is not None and newest.asset_materialization is not None:
-            metadata: dict[str, Any] = {name: value.value for name, value in newest.asset_materialization.metadata.items()}
-            recorded[record.asset_entry.asset_key] = (metadata.get("pgwal/path", ""), metadata.get(_VERSION, -1))
+            recorded[record.asset_entry.asset_key] = (newest.asset_materialization.tags or {}).get(DATA_VERSION_TAG, "")
     return recorded
 
 
-def _metadata(report: PublishReport, publish: TablePublish) -> dict[str, Any]:
+def _result(source: CdcSource, report: PublishReport, table: TableName, version: str, *, whole: bool) -> dg.MaterializeResult:
+    metadata = _metadata(report, report.tables[table], whole=whole)
+    return dg.MaterializeResult(asset_key=source.names.current(table), metadata=metadata, data_version=dg.DataVersion(version))
+
+
+def _metadata(report: PublishReport, publish: TablePublish, *, whole: bool) -> dict[str, Any]:
+    """Return a table's metadata. Only a `whole` publish, of all tables, has its time from the ledger."""
     from pgwal_pipeline.lake.current import row_count
 
-    metadata: dict[str, Any] = {"pgwal/path": dg.MetadataValue.path(publish.path), _VERSION: publish.version}
+    metadata: dict[str, Any] = {_VERSION: publish.version}
     if publish.version is not None:
         with suppress(LakeError):  # damaged since the merge; the table's next publish reports it
             metadata["dagster/row_count"] = row_count(publish.path, publish.version)
@@ -178,4 +204,4 @@ def _metadata(report: PublishReport, publish: TablePublish) -> dict[str, Any]:
         metadata["pgwal/rows_changed"] = publish.rows_changed
     if report.lsn is not None:
         metadata["pgwal/published_lsn"] = format_lsn(report.lsn)
-    return metadata
+    return metadata | visible_metadata(publish.newest, report.published_at if whole else None)

@@ -3,12 +3,13 @@
 No other module imports a private module of Dagster or changes one of its objects.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import dagster as dg
 from dagster._core.definitions.definitions_load_context import DefinitionsLoadContext, DefinitionsLoadType
-from dagster._core.events import EngineEventData
+from dagster._core.events import AssetMaterializationPlannedData, EngineEventData
 from dagster.components.utils.project_paths import get_code_server_metadata_key
 
 _SUBJECT = "pgwal/of"
@@ -55,3 +56,10 @@ def agreed_in_run(instance: dg.DagsterInstance, run: dg.DagsterRun, what: str, p
         if entry.dagster_event is not None and what in (found := entry.dagster_event.engine_event_data.metadata):
             agreed.setdefault(str(found[_SUBJECT].value), str(found[what].value))
     return agreed
+
+
+def report_planned(instance: dg.DagsterInstance, run: dg.DagsterRun, step_key: str, keys: Iterable[dg.AssetKey]) -> None:
+    """Record that `run` is about to materialize unpartitioned assets. Until it does, or ends, they count as in progress."""
+    for key in keys:
+        event = dg.DagsterEvent.build_asset_materialization_planned_event(run.job_name, step_key, AssetMaterializationPlannedData(key))
+        instance.report_dagster_event(event, run.run_id, logging.DEBUG)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
+from pgwal_pipeline.components.events import materialization, visible_metadata
 from pgwal_pipeline.components.failures import at_work
+from pgwal_pipeline.components.observations import observe_tables
 from pgwal_pipeline.components.requests import SOURCE_READING, SourceReading
 from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, slot_of, spark_of
 from pgwal_pipeline.components.steps import Step
 from pgwal_pipeline.messages import progress
-from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
+from pgwal_pipeline.pipeline.reports import DrainReport, NewestCommit, TableCounts, WindowReport
 from pgwal_pipeline.values.lsn import format_lsn, parse_window_key
 from pgwal_pipeline.values.relation import TableName
 
@@ -33,8 +35,7 @@ def build_drain(source: CdcSource) -> Step:
             spark_of(context, source).start()  # the publish is next
         window = _drain_and_report(context, source)
         if window is not None:
-            for table, counts in _with_rows(window):
-                yield dg.MaterializeResult(asset_key=source.names.raw(table), metadata=_metadata(window, counts))
+            yield from _results(source, window)
 
     return Step(
         source,
@@ -61,6 +62,7 @@ def _drain_and_report(context: StepContext, source: CdcSource) -> WindowReport |
         report, reading = _drain(context, slot, key)
     report_windows(context, source, report, own_key=key)
     hint_unknown(context, source, report.tables)
+    observe_tables(context, source, _newest(report))
     more = {} if reading is None else {SOURCE_READING: dg.MetadataValue.json(asdict(reading))}
     observe_slot(context, source, _numbers(report), report.to_json(), more)
     return next((window for window in report.windows if window.key == key), None)
@@ -75,9 +77,8 @@ def report_windows(context: StepContext, source: CdcSource, report: DrainReport,
     if others:
         context.instance.add_dynamic_partitions(source.windows_name, [window.key for window in others])
     for window in others:
-        for table, counts in _with_rows(window):
-            metadata = _metadata(window, counts)
-            context.log_event(dg.AssetMaterialization(source.names.raw(table), partition=window.key, metadata=metadata))
+        for result in _results(source, window):
+            context.log_event(materialization(result, window.key))
 
 
 def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[DrainReport, SourceReading | None]:
@@ -132,14 +133,28 @@ def _drained_meanwhile(context: StepContext, ledger: "Ledger", end: int) -> bool
     return record is not None and into is not None and into.at is not None and into.at >= record.create_timestamp
 
 
-def _with_rows(window: WindowReport) -> list[tuple[TableName, TableCounts]]:
-    return [(table, counts) for table, counts in sorted(window.tables.items()) if counts.rows]
+def _newest(report: DrainReport) -> dict[TableName, NewestCommit | None]:
+    """Return the tables with rows in the report's windows, each with its newest commit."""
+    return {table: window.newest.get(table) for window in report.windows for table, counts in window.tables.items() if counts.rows}
 
 
-def _metadata(window: WindowReport, counts: TableCounts) -> dict[str, Any]:
-    numbers = {f"pgwal/{name}": value for name, value in counts.to_json().items() if name != "rows"}
+def _results(source: CdcSource, window: WindowReport) -> Iterator[dg.MaterializeResult]:
+    """Yield a materialization of each raw table that has rows in the window.
+
+    Its data version is the window's range of LSNs: what raw has of a range never changes.
+    """
+    version = dg.DataVersion(f"{window.start_lsn:016X}-{window.end_lsn:016X}")
+    for table, counts in sorted(window.tables.items()):
+        if counts.rows:
+            metadata = _metadata(window, table, counts)
+            yield dg.MaterializeResult(asset_key=source.names.raw(table), metadata=metadata, data_version=version)
+
+
+def _metadata(window: WindowReport, table: TableName, counts: TableCounts) -> dict[str, Any]:
+    rare = ("truncates", "key_changes")
+    numbers = {f"pgwal/{name}": value for name, value in counts.to_json().items() if name != "rows" and (value or name not in rare)}
     edges = {"pgwal/start_lsn": format_lsn(window.start_lsn), "pgwal/end_lsn": format_lsn(window.end_lsn)}
-    return {"dagster/partition_row_count": counts.rows, **numbers, **edges}
+    return {"dagster/partition_row_count": counts.rows, **numbers, **edges, **visible_metadata(window.newest.get(table), window.at)}
 
 
 def _numbers(report: DrainReport) -> dict[str, float | int]:

@@ -36,7 +36,7 @@ class LagCursor:
 
     `key` is the window it requested last; `attempt` counts its requests, so that no two share a run key. `readings`: see
     `requests.SourceReading`. `flush_lsn` and `at` (Unix seconds) are the last reading, from which the WAL rate is computed. `verdict` and
-    `reported_at` are the health it reported last, and when.
+    `reported_at` are the health it reported last, and when. `due_since` is since when a publish has been due, None if none is.
     """
 
     key: str | None = None
@@ -46,6 +46,7 @@ class LagCursor:
     at: float = 0.0
     verdict: str = ""
     reported_at: float = 0.0
+    due_since: float | None = None
 
     @classmethod
     def parse(cls, text: str | None) -> "LagCursor":
@@ -93,8 +94,10 @@ def evaluate_lag(context: dg.SensorEvaluationContext, source: CdcSource, jobs: J
     now = time.time()
     readings, unread = add_reading(cursor.readings or _first_reading(context.instance, source), reading, now)
     due = what_is_due(reading, unread, settings)
-    # Late: a commit has been unread for so much longer than PGWAL_MAX_STALENESS that runs do not keep up with the source.
-    late = not reading.slot_exists or (unread or 0.0) > 2 * settings.max_staleness + 60.0
+    cursor = replace(cursor, due_since=min(cursor.due_since or now, now) if reading.publish_due else None)
+    # Late: a commit has been unread or unpublished for so much longer than PGWAL_MAX_STALENESS that runs do not keep up with the source.
+    waited = max(unread or 0.0, now - (cursor.due_since or now))
+    late = not reading.slot_exists or waited > 2 * settings.max_staleness + 60.0
     events, cursor = _report_slot(source, reading, replace(cursor, readings=readings), now, late=late)
     held = _held_up(context.instance, source, jobs) if due.job is not None else None
     if due.job is None or held is not None:

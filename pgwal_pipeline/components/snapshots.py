@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import dagster as dg
 
 from pgwal_pipeline.components.failures import at_work
+from pgwal_pipeline.components.observations import observe_tables
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, slot_of
 from pgwal_pipeline.components.steps import Step
 from pgwal_pipeline.messages import progress
@@ -21,7 +22,13 @@ def build_snapshots(source: CdcSource) -> Step:
     """
 
     def work(context: StepContext, tables: tuple[TableName, ...] | None) -> Iterator[dg.MaterializeResult]:
-        for report in _snapshot(context, source, tables).tables:
+        from pgwal_pipeline.pipeline.source_tables import newest_commits
+
+        reports = _snapshot(context, source, tables).tables
+        if reports:
+            newest = newest_commits(slot_of(context, source).settings)
+            observe_tables(context, source, {report.table: newest.get(report.table) for report in reports})
+        for report in reports:
             yield dg.MaterializeResult(asset_key=source.names.snapshot(report.table), metadata=_metadata(report))
 
     return Step(

@@ -12,6 +12,7 @@ from pgwal_pipeline.known_tables import KnownTable, refresh
 from pgwal_pipeline.messages import progress
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.messages.printable import printable
+from pgwal_pipeline.partitions import wal_windows
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.relation import TableName
 
@@ -50,12 +51,13 @@ class CdcSource:
     @property
     def windows(self) -> dg.DynamicPartitionsDefinition:
         """The partitions of every raw table, one for each window."""
-        return dg.DynamicPartitionsDefinition(name=self.windows_name)
+        return wal_windows(self.name)
 
     @property
     def windows_name(self) -> str:
         """The name of these partitions in the Dagster instance."""
-        return self.named("wal_windows")
+        assert self.windows.name is not None
+        return self.windows.name
 
     @property
     def slot_key(self) -> str:

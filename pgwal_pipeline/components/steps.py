@@ -11,6 +11,7 @@ from typing import Any
 
 import dagster as dg
 
+from pgwal_pipeline.components.events import materialization
 from pgwal_pipeline.components.source import CdcSource, StepContext, op_safe, stand_ins
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.values.relation import TableName
@@ -68,7 +69,7 @@ def _op(step: Step) -> dg.OpDefinition:
     def work(context: dg.OpExecutionContext) -> Iterator[Any]:
         partition = None if step.partitions is None else context.partition_key
         for result in step.work(context, _configured(context)):
-            yield _materialization(result, partition) if isinstance(result, dg.MaterializeResult) else _evaluation(result)
+            yield materialization(result, partition) if isinstance(result, dg.MaterializeResult) else _evaluation(result)
         yield dg.Output(None)
 
     return work
@@ -174,12 +175,7 @@ def _selected(
         elif result.asset_key in keys:
             yield result
         else:
-            context.log_event(_materialization(result))
-
-
-def _materialization(result: dg.MaterializeResult, partition: str | None = None) -> dg.AssetMaterialization:
-    assert result.asset_key is not None
-    return dg.AssetMaterialization(result.asset_key, metadata=result.metadata, partition=partition)
+            context.log_event(materialization(result))
 
 
 def _evaluation(result: dg.AssetCheckResult) -> dg.AssetCheckEvaluation:

@@ -41,7 +41,7 @@ from pgwal_pipeline.lake.records import FileWrite, TableWrite
 from pgwal_pipeline.lake.schema import changed_type, check_columns, check_old_keys, fitted, partitioned_schema
 from pgwal_pipeline.messages.errors import FileGone, TableError
 from pgwal_pipeline.values.lsn import parse_window_key
-from pgwal_pipeline.values.own_columns import COMMIT_LSN, OP, WINDOW
+from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, OP, WINDOW
 from pgwal_pipeline.values.relation import Relation, TableName
 
 __all__ = [
@@ -199,7 +199,7 @@ class WindowWriter:
     def _take(self, changes: Changes, location: TableName, table: TableName) -> None:
         check_old_keys(changes.relation, changes.rows)
         buffer = self._buffer(changes, location, table)
-        write = buffer.write
+        write, (lsn, at) = buffer.write, _newest(changes.rows)
         buffer.write = replace(
             write,
             rows=write.rows + changes.rows.num_rows,
@@ -209,6 +209,8 @@ class WindowWriter:
             truncates=write.truncates + changes.truncates,
             key_changes=write.key_changes + changes.key_changes,
             unchanged=write.unchanged or changes.unchanged,
+            newest_lsn=max(write.newest_lsn, lsn),
+            newest_at=max(write.newest_at, at),
         )
         for piece in plain_tables(changes.rows, buffer.arrow) if changes.rows.num_rows else ():
             size = piece.nbytes + _COLUMN_COST * piece.num_columns
@@ -248,9 +250,12 @@ class WindowWriter:
 
     def _cut_files(self, buffer: _Buffer, lsn: int) -> None:
         cuts = [_cut_file(self._lake, buffer.folder, future.result(), lsn) for future in buffer.files]
-        buffer.files = [_finished(file) for file, _ in cuts if file is not None]
+        files = [file for file, _ in cuts if file is not None]
+        buffer.files = [_finished(file) for file in files]
         ops = sum((dropped for _, dropped in cuts), Counter[str]())
         write = buffer.write
+        if ops:
+            write = replace(write, newest_lsn=max(map(_last_lsn, files), default=0), newest_at=0)
         buffer.write = replace(
             write,
             rows=write.rows - ops.total(),
@@ -357,7 +362,7 @@ def _cut_file(lake: Lake, folder: str, file: FileWrite, lsn: int) -> tuple[FileW
 
     The file is None if no row is left.
     """
-    if json.loads(file.stats)["maxValues"].get(COMMIT_LSN, 0) < lsn:
+    if _last_lsn(file) < lsn:
         return file, Counter()
     path = f"{folder}/{file.path}"
     with lake_errors(lake.absolute(path)):
@@ -369,6 +374,17 @@ def _cut_file(lake: Lake, folder: str, file: FileWrite, lsn: int) -> tuple[FileW
         written = _write_file(lake, f"{folder}/{name}", folder, kept.schema, [kept]) if kept.num_rows else None
     discard_file(lake, path)
     return written, Counter(beyond[OP].to_pylist())
+
+
+def _last_lsn(file: FileWrite) -> int:
+    return json.loads(file.stats)["maxValues"].get(COMMIT_LSN, 0)
+
+
+def _newest(rows: pa.Table) -> tuple[int, int]:
+    """Return the newest commit LSN and commit time of changes; see `TableWrite`."""
+    if not rows.num_rows:
+        return 0, 0
+    return pc.max(rows[COMMIT_LSN]).as_py(), pc.max(rows[COMMITTED_AT]).value  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _finished(file: FileWrite) -> Future[FileWrite]:

@@ -46,6 +46,7 @@ class TableWrite:
 
     `table` is the quoted name at that time, `path` the raw table's path, `schema_json` the Delta schema that its files have together.
     `rows` counts rows of raw: a key change is two, one `K` and one `U`. `unchanged`: whether any row leaves out an unchanged TOAST value.
+    `newest_lsn` and `newest_at` are the newest commit LSN and commit time (microseconds since 1970 UTC) of its rows; 0 if not known.
     """
 
     table: str
@@ -59,6 +60,8 @@ class TableWrite:
     truncates: int = 0
     key_changes: int = 0
     unchanged: bool = False
+    newest_lsn: int = 0
+    newest_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)

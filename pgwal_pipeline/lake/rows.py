@@ -45,6 +45,7 @@ _WRITE = pa.struct(
     ]
 )
 
+_NEWEST = pa.struct([("lsn", pa.int64()), ("committed_at", pa.int64())])
 _MARK = pa.struct([("commit_lsn", pa.int64()), ("xid", pa.int64()), ("committed_at", pa.int64())])
 _COUNTS = ("rows", "inserts", "updates", "deletes", "truncates", "key_changes", "unchanged")
 
@@ -76,6 +77,7 @@ WINDOWS = pa.schema(
         ("marks", pa.list_(_MARK)),
         ("at", _MOMENT),
         ("tables", pa.list_(_WRITE)),
+        ("newest", pa.list_(_NEWEST)),  # of each of `tables`, in their order
     ]
 )
 PLANS = pa.schema([("start_lsn", pa.int64()), ("ends", pa.list_(pa.int64())), ("ended", pa.string()), ("at", _MOMENT)])
@@ -157,15 +159,17 @@ def _window_row(window: Window, lake: Lake) -> dict[str, Any]:
         for write in window.tables
     ]
     marks = [_fields(mark) for mark in window.marks]
-    return _fields(window) | {"seconds": list(window.seconds.items()), "tables": tables, "marks": marks}
+    newest = [{"lsn": write.newest_lsn, "committed_at": write.newest_at} for write in window.tables]
+    return _fields(window) | {"seconds": list(window.seconds.items()), "tables": tables, "marks": marks, "newest": newest}
 
 
 def windows(rows: pa.Table, lake: Lake) -> list[Window]:
     """Return the windows in `rows`, in their order."""
-    plain = rows.drop_columns(["tables"])
+    plain = rows.drop_columns(["tables", "newest"])
+    tables = _writes(rows["tables"].combine_chunks(), rows["newest"].combine_chunks(), lake)
     return [
         Window(**_known(Window, row, seconds=dict(row["seconds"] or ()), marks=_marks(row["marks"]), tables=writes))
-        for row, writes in zip(_records(plain), _writes(rows["tables"].combine_chunks(), lake), strict=True)
+        for row, writes in zip(_records(plain), tables, strict=True)
     ]
 
 
@@ -173,9 +177,11 @@ def _marks(found: Sequence[Mapping[str, int]] | None) -> tuple[TransactionMark, 
     return tuple(TransactionMark(**mark) for mark in found or ())
 
 
-def _writes(lists: pa.ListArray, lake: Lake) -> Iterator[tuple[TableWrite, ...]]:
+def _writes(lists: pa.ListArray, newest: pa.ListArray, lake: Lake) -> Iterator[tuple[TableWrite, ...]]:
     """The table writes of each window. As there are many, they are decoded field by field, without a dict for each."""
     found = lists.flatten()
+    lengths = np.diff(lists.offsets.to_numpy())
+    has_newest = np.repeat(newest.is_valid().to_numpy(zero_copy_only=False), lengths)
     paths = {path: lake.absolute(path) for path in found.field("path").unique().to_pylist()}
     files = found.field("files")
     writes = [
@@ -186,11 +192,19 @@ def _writes(lists: pa.ListArray, lake: Lake) -> Iterator[tuple[TableWrite, ...]]
             found.field("schema").to_pylist(),
             files.to_pylist() if len(files.flatten()) else repeat(None),
             *(found.field(name).to_pylist() for name in _COUNTS),
+            *(_where(has_newest, newest.flatten().field(name)) for name in ("lsn", "committed_at")),
             strict=False,
         )
     ]
     remaining = iter(writes)
-    return (tuple(islice(remaining, length)) for length in np.diff(lists.offsets.to_numpy()).tolist())
+    return (tuple(islice(remaining, length)) for length in lengths.tolist())
+
+
+def _where(known: np.ndarray, values: pa.Array) -> list[int]:
+    """Return the values in their order, each at the next place that is `known`; 0 at the other places."""
+    placed = np.zeros(len(known), "i8")
+    placed[known] = values.to_numpy(zero_copy_only=False)
+    return placed.tolist()
 
 
 def plan_rows(plan: Plan, now: datetime) -> pa.Table:

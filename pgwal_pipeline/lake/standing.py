@@ -1,13 +1,14 @@
 """Read the state of a `current` table from its Delta log, without Spark: version, watermark, generation, rows."""
 
+import json
 import time
 from dataclasses import dataclass
 
-from deltalake import DeltaTable, QueryBuilder
+from deltalake import DeltaTable, QueryBuilder, Schema
 from deltalake.exceptions import TableNotFoundError
 
 from pgwal_pipeline.lake.delta import lake_errors
-from pgwal_pipeline.lake.layout import storage_options
+from pgwal_pipeline.lake.layout import filesystem, storage_options
 
 FENCE = "pgwal"
 """The Delta application id under which each commit records the LSN that it brings the table to."""
@@ -92,3 +93,42 @@ def last_output_rows(path: str) -> int:
     with lake_errors(path):
         commits = DeltaTable(path, storage_options=storage_options(path)).history(1)
     return int(commits[0].get("operationMetrics", {}).get("numOutputRows", 0)) if commits else 0
+
+
+def content_version(path: str, version: int) -> str:
+    """Return what tells the content of the table at `path`, in a version of it, from any other content that it had or will have.
+
+    It is the newest version up to `version` that changed rows or columns, with the table's id. Versions in which files were joined,
+    properties set, or nothing but the LSN moved on do not count. Raises LakeError if the table cannot be read.
+    """
+    with lake_errors(path):
+        identity = DeltaTable(path, version=version, storage_options=storage_options(path)).metadata().id
+        while version > 0 and not _changes_content(path, version):
+            version -= 1
+    return f"{identity}-{version}"
+
+
+def _changes_content(path: str, version: int) -> bool:
+    """Return whether a commit changed rows or columns; True if the log does not have it any more."""
+    root, folder = _split(path)
+    try:
+        with filesystem(root).open_input_stream(f"{folder}/_delta_log/{version:020}.json") as stream:
+            actions = [json.loads(line) for line in stream.read().splitlines() if line.strip()]
+    except FileNotFoundError:
+        return True
+    if any(action[kind].get("dataChange", True) for action in actions for kind in ("add", "remove") if kind in action):
+        return True
+    columns = [action["metaData"]["schemaString"] for action in actions if "metaData" in action]
+    if not columns:
+        return False
+    before = open_current(path, version - 1)
+    return before is None or Schema.from_json(columns[-1]) != before.schema()
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Return the bucket of `path`, or the root of the file system, and the rest: one client serves all tables."""
+    scheme, separator, rest = path.rpartition("://")
+    if not separator:
+        return "/", path.lstrip("/")
+    bucket, _, folder = rest.partition("/")
+    return f"{scheme}://{bucket}", folder

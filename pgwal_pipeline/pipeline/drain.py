@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Plan, Window
+from pgwal_pipeline.lake.records import TableWrite
 from pgwal_pipeline.messages.errors import ChangeNotSent, FileGone, PublicationMissing, SlotLost, SourceUnavailable
 from pgwal_pipeline.messages.progress import Noted, Progress
 from pgwal_pipeline.pipeline import bootstrap as bootstraps
@@ -18,7 +19,7 @@ from pgwal_pipeline.pipeline.alterations import CatalogEntry
 from pgwal_pipeline.pipeline.bootstrap import Attached, attach, note_gap
 from pgwal_pipeline.pipeline.catch_up import DrainRate, falling_behind
 from pgwal_pipeline.pipeline.committer import Committer
-from pgwal_pipeline.pipeline.reports import DrainReport, TableCounts, WindowReport
+from pgwal_pipeline.pipeline.reports import DrainReport, NewestCommit, TableCounts, WindowReport
 from pgwal_pipeline.pipeline.tally import WindowRead
 from pgwal_pipeline.pipeline.window import StreamBroke, WindowLimits
 from pgwal_pipeline.pipeline.window_commit import DrainContext, keep_what_came, open_stream, read_from, recover
@@ -360,6 +361,7 @@ def _await_confirmation(conn: Connection, name: str, lsn: int) -> None:
 
 def _report(window: Window, seconds: float) -> WindowReport:
     tables: dict[TableName, TableCounts] = {}
+    writes: dict[TableName, list[TableWrite]] = {}
     for write in window.tables:
         counts = TableCounts(
             rows=write.rows,
@@ -372,6 +374,7 @@ def _report(window: Window, seconds: float) -> WindowReport:
         # Two tables may have had the same name within the window.
         table = TableName.parse(write.table)
         tables[table] = tables.get(table, TableCounts()) + counts
+        writes.setdefault(table, []).append(write)
     return WindowReport(
         key=window.key,
         start_lsn=window.start_lsn,
@@ -381,6 +384,8 @@ def _report(window: Window, seconds: float) -> WindowReport:
         bytes=window.bytes,
         seconds=dict(window.seconds) | {"drain": seconds},
         tables=tables,
+        newest={table: newest for table, found in writes.items() if (newest := NewestCommit.of(found)) is not None},
+        at=window.at,
     )
 
 

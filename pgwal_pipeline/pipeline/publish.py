@@ -21,7 +21,7 @@ from pgwal_pipeline.lake.raw import TableWrite, ensure_raw_table
 from pgwal_pipeline.lake.schema import schema_json
 from pgwal_pipeline.messages.errors import LakeError, SettingError, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.messages.progress import Progress
-from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish
+from pgwal_pipeline.pipeline.reports import NewestCommit, PublishReport, TablePublish
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn
@@ -46,13 +46,14 @@ MERGING = ("look", "merge", "replace")
 class _Work:
     """The work that brings one table to the frontier. If `request` is None there is none: version `pointer` is at the frontier already.
 
-    `fault` is set if planning the work failed by the table's own fault.
+    `fault` is set if planning the work failed by the table's own fault. `newest` is the newest commit that `request` merges.
     """
 
     state: TableState
     pointer: TablePointer | None
     request: MergeRequest | ReplaceRequest | None
     fault: TableError | None = None
+    newest: NewestCommit | None = None
 
 
 def publish(
@@ -144,7 +145,8 @@ def _plan(lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> li
         assert state.relation is not None
         passed = state.required_lsn is not None and state.required_lsn <= frontier
         if state.generation != state.published and passed:
-            return _Work(state, None, _replace_request(lake, ledger, state, state.relation, windows, frontier))
+            newest = NewestCommit.of(_writes(lake, state, windows))
+            return _Work(state, None, _replace_request(lake, ledger, state, state.relation, windows, frontier), newest=newest)
         return None if state.published is None else _merge_work(lake, state, state.relation, windows, frontier)
 
     with ThreadPoolExecutor(_PLANNED_AT_ONCE, "pgwal-plan") as pool:
@@ -184,7 +186,7 @@ def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list
         schema_json=schema_json(copy_schema(relation)),
         rows=_counted(writes, state, fresh),
     )
-    return _Work(state, pointer, request)
+    return _Work(state, pointer, request, newest=NewestCommit.of(writes))
 
 
 def _replace_request(
@@ -407,5 +409,6 @@ def _table_reports(
             version=pointer.version if pointer is not None else None,
             rows_changed=outcome.rows_changed if isinstance(outcome, MergeResult) else 0,
             errors=(errors[table],) if table in errors else (),
+            newest=work.newest,
         )
     return reports

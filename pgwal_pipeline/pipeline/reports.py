@@ -6,11 +6,14 @@ Each report has a JSON form that becomes metadata of a Dagster run. `RunReport` 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
 
 from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import TableName
+
+if TYPE_CHECKING:
+    from pgwal_pipeline.lake.records import TableWrite
 
 STAGES: tuple[str, ...] = ("drain", "decode", "write", "snapshot", "session", "publish")
 """The stages that are timed, in the order that they have in JSON."""
@@ -51,11 +54,29 @@ class TableCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class NewestCommit:
+    """A table's newest commit among some changes: its LSN, and its time by the source's clock, None if not known."""
+
+    lsn: int
+    at: datetime | None
+
+    @classmethod
+    def of(cls, writes: "Iterable[TableWrite]") -> "NewestCommit | None":
+        """Return the newest commit of the table whose changes are in `writes`; None if none is known."""
+        found = [(write.newest_lsn, write.newest_at) for write in writes if write.newest_lsn]
+        if not found:
+            return None
+        at = max(at for _, at in found)
+        return cls(max(lsn for lsn, _ in found), datetime.fromtimestamp(0, UTC) + timedelta(microseconds=at) if at else None)
+
+
+@dataclass(frozen=True, slots=True)
 class WindowReport:
     """A window that was drained: the transactions with `start_lsn <= commit LSN < end_lsn`.
 
     `transactions` is how many had a change, `changes` how many changes there were (a key change is one), `bytes` how much the walsender
-    sent. `seconds` is by stage: `drain`, `decode` and `write`. `tables` has only the tables with changes in this window.
+    sent. `seconds` is by stage: `drain`, `decode` and `write`. `tables` has only the tables with changes in this window, `newest` their
+    newest commits. `at` is when the window was committed to raw, None if not known.
     """
 
     key: str
@@ -66,6 +87,8 @@ class WindowReport:
     bytes: int
     seconds: Mapping[str, float]
     tables: Mapping[TableName, TableCounts] = field(default_factory=dict)
+    newest: Mapping[TableName, NewestCommit] = field(default_factory=dict)
+    at: datetime | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the window as `--json` shows it; its `seconds` is the time of the stage `drain`."""
@@ -159,13 +182,14 @@ class TablePublish:
     """A table's part of a publish: the path of its `current`, and its Delta version.
 
     `version` is None for a table that was never published; `rows_changed` is None if Spark does not report it. `errors` says why the table
-    could not be published; it is empty otherwise.
+    could not be published; it is empty otherwise. `newest` is the newest commit of what was merged, None if nothing was.
     """
 
     path: str
     version: int | None
     rows_changed: int | None = None
     errors: tuple[str, ...] = ()
+    newest: NewestCommit | None = None
 
 
 @dataclass(frozen=True, slots=True)

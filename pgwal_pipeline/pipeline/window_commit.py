@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from deltalake import Schema
 
@@ -198,7 +199,7 @@ def _complete(ledger: Ledger, windows: Sequence[Window], warn: Callable[[str], N
             failpoints.hit("drain.after_uncommitted")
         kept = tuple(write for write in wanted if write.path not in failed)
         changes = window.changes if len(kept) == len(window.tables) else changes_in(kept)
-        done.append(replace(window, state="complete", tables=kept, changes=changes))
+        done.append(replace(window, state="complete", tables=kept, changes=changes, at=window.at or datetime.now(UTC)))
     failpoints.hit("drain.before_complete")
     ledger.append_windows(done)
     return tuple(done)

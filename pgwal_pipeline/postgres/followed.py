@@ -1,12 +1,38 @@
 """Find which tables are followed, or will be once the pipeline has run, also before there is a publication."""
 
+from collections.abc import Collection
+
 import psycopg2
 
 from pgwal_pipeline.postgres.candidates import candidate_tables
-from pgwal_pipeline.postgres.catalog import PRIMARY_KEY_SQL, Connection, resolve_types, tables_of
+from pgwal_pipeline.postgres.catalog import PRIMARY_KEY_SQL, Connection, fetch, resolve_types, tables_of
 from pgwal_pipeline.postgres.dsn import translate
 from pgwal_pipeline.postgres.publication import COMMENT
 from pgwal_pipeline.values.relation import Column, Relation, TableName
+
+_LONGEST_COMMENT = 1000  # characters
+
+
+def comments(conn: Connection, oids: Collection[int]) -> dict[int, dict[str | None, str]]:
+    """Return the COMMENTs on tables, by their oids, and on their columns: by the column's name, the table's own under None.
+
+    One that is longer than 1000 characters is cut. Raises the error that `dsn.translate` returns for a server error.
+    """
+    rows = fetch(
+        conn,
+        """SELECT d.objoid::int8, a.attname::text, pg_catalog."left"(d.description, %s)
+           FROM pg_catalog.pg_description d
+           LEFT JOIN pg_catalog.pg_attribute a ON a.attrelid = d.objoid AND a.attnum = d.objsubid AND d.objsubid > 0 AND NOT a.attisdropped
+           WHERE d.classoid = 'pg_catalog.pg_class'::pg_catalog.regclass AND d.objoid = ANY (%s::oid[])
+               AND (d.objsubid = 0 OR a.attname IS NOT NULL)""",
+        _LONGEST_COMMENT + 1,
+        list(oids),
+    )
+    found: dict[int, dict[str | None, str]] = {}
+    for oid, column, text in rows:
+        cut = text if len(text) <= _LONGEST_COMMENT else text[: _LONGEST_COMMENT - 1] + "…"
+        found.setdefault(oid, {})[column] = cut
+    return found
 
 
 def followed_tables(conn: Connection, publication: str, globs: str) -> list[Relation]:

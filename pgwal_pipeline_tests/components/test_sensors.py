@@ -238,6 +238,26 @@ def test_the_slot_is_not_fresh_while_commits_wait_too_long(ticks: Ticks, slot: F
     assert not any(isinstance(event, dg.AssetMaterialization) for result in results for event in result.asset_events)
 
 
+def test_the_slot_is_not_fresh_while_a_publish_waits_too_long(ticks: Ticks, slot: FakeSlot, instance: dg.DagsterInstance) -> None:
+    @dg.job
+    def sync() -> None: ...
+
+    def fresh(results: list[dg.SensorResult]) -> list[float]:
+        return [
+            number
+            for number, result in enumerate(results)
+            if any(isinstance(event, dg.AssetMaterialization) for event in result.asset_events)
+        ]
+
+    ticks()
+    slot.reading = replace(START, publish_due=True)
+    instance.create_run_for_job(sync, tags={"pgwal/slot": "pgwal"}, status=dg.DagsterRunStatus.STARTED)
+    late = 2 * 60 + 60  # seconds
+    assert max(fresh([ticks(20) for _ in range(60)]), default=0) <= late // 20
+    slot.reading = START
+    assert fresh([ticks(20)]) == [0]
+
+
 def test_a_cursor_of_another_version_does_no_harm(ticks: Ticks) -> None:
     for strange in ("[]", "{", json.dumps({"unknown": 1}), json.dumps({"readings": [{"a": 1}]})):
         ticks.cursor = strange

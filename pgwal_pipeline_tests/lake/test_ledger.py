@@ -4,11 +4,13 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, Publish, Source, TablePointer, TableState, Window
 from pgwal_pipeline.lake.records import FileWrite, TableWrite
+from pgwal_pipeline.lake.rows import window_rows, windows
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.values.lsn import window_key
 from pgwal_pipeline.values.relation import Column, PgType, Relation, TableName
@@ -45,6 +47,8 @@ def _write(lake: Lake, table: TableName = _ORDERS) -> TableWrite:
         truncates=1,
         key_changes=1,
         unchanged=True,
+        newest_lsn=90,
+        newest_at=1_700_000_000_000_000,
     )
 
 
@@ -278,3 +282,18 @@ def test_what_is_read_does_not_grow_with_every_append(lake: Lake) -> None:
     assert len(fresh.windows()) == 40
     assert len(fresh._windows._files) < 10
     assert len(list(Path(lake.ledger("windows"), "_delta_log").glob("*.checkpoint.parquet"))) >= 80 // 20
+
+
+def test_a_window_of_an_older_version_does_not_know_its_newest_commits(lake: Lake) -> None:
+    made = [
+        _window(0, 10, tables=[_write(lake)]),
+        _window(10, 20),
+        _window(20, 30, tables=[_write(lake), _write(lake, TableName("a", "b"))]),
+    ]
+    rows = window_rows(made, lake, datetime.now(UTC))
+    place = rows.schema.get_field_index("newest")
+    older = rows.set_column(
+        place, rows.schema.field(place), pa.array([None, *rows["newest"].to_pylist()[1:]], rows.schema.field(place).type)
+    )
+    assert [[write.newest_lsn for write in window.tables] for window in windows(older, lake)] == [[0], [], [90, 90]]
+    assert [window.tables[-1].newest_at for window in windows(rows, lake) if window.tables] == [_write(lake).newest_at] * 2

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from pgwal_pipeline.messages.errors import DecodeError, PgwalError, TableError
-from pgwal_pipeline.messages.printable import code_span, distinct, printable
+from pgwal_pipeline.messages.printable import code_span, distinct, plain_markdown, printable
 from pgwal_pipeline_tests.messages.hostile import HOSTILE
 
 
@@ -29,3 +29,14 @@ def test_a_name_is_one_piece_of_code_in_markdown(text: str) -> None:
     assert (block.type, inline.type) == ("paragraph_open", "inline")
     kinds = [(child.type, child.content) for child in inline.children or ()]
     assert kinds == [("text", "Table "), ("code_inline", printable(text)), ("text", " in Postgres.")]
+
+
+@pytest.mark.parametrize(
+    "text", [*HOSTILE, "1. one", "- one", "+ one", "===", "---", "| a | b |", "&amp; &#33;", "    code", "http://a_b_c", "# one"]
+)
+def test_text_is_shown_as_it_is_in_markdown(text: str) -> None:
+    parsed = MarkdownIt("gfm-like", {"linkify": False}).parse(plain_markdown(text))
+    assert [token.type for token in parsed] in (["paragraph_open", "inline", "paragraph_close"], [])
+    shown = [child.content for token in parsed for child in token.children or () if child.type != "hardbreak"]
+    assert {child.type for token in parsed for child in token.children or ()} <= {"text", "text_special", "hardbreak"}
+    assert "".join(shown) == "".join(printable(line.strip()) for line in text.splitlines())

@@ -20,6 +20,7 @@ from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.values.lsn import window_key
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.lake.changes import inserts, read, relation
+from pgwal_pipeline_tests.lake.contents import versions_of
 from pgwal_pipeline_tests.scenarios.object_store.store import UNSET, VARIABLES, Fault, FaultyStore, faulty_store, object_store
 
 _ORDERS = TableName("shop", "Orders")
@@ -81,6 +82,11 @@ def test_everything_that_a_folder_takes_an_object_store_takes(lake: Lake) -> Non
     assert vacuum(lake, ledger, timedelta(0), timedelta(0)) > 0
     assert sorted(row["id"] for row in read(lake, lake.raw(_ORDERS))) == [200, 201, 202]
     assert Ledger(lake).frontier() == 300
+
+
+def test_what_tells_the_content_of_a_table_is_read_in_a_store(lake: Lake) -> None:
+    told = [version.rsplit("-", 1)[1] for version in versions_of(lake.current(TableName("shop", uuid.uuid4().hex)))]
+    assert told[:6] == ["0", "1", "1", "1", "4", "5"]
 
 
 def test_writers_of_one_log_exclude_each_other(lake: Lake) -> None:
