@@ -146,19 +146,20 @@ def rows_after(target: "DataFrame", schema: StructType, changes: "DataFrame", ki
 def write(found: Small, rows: "DataFrame", to_lsn: int) -> int:
     """Write `rows` (`rows_after`) as the whole table, in one commit that brings it to `to_lsn`; return how many rows changed.
 
-    Raises LakeError if another writer has changed the table since `found` was opened.
+    If none changed the files stay, and the commit has nothing but the LSN. Raises LakeError if another writer has changed the table since
+    `found` was opened.
     """
     schema = plain_schema(pa.schema(found.table.schema().to_arrow()))
     computed = to_arrow(rows)
-    fates = computed[_FATE].value_counts().to_pylist()
+    changed = sum(fate["counts"] for fate in computed[_FATE].value_counts().to_pylist() if fate["values"] != "kept")
     stay = computed.filter(pc.field(_FATE) != "gone").select(schema.names).cast(schema)
     failpoints.hit("publish.in_merge")
     root, folder = found.path.rsplit("/", 1)
     lake = Lake(root)
     with lake_errors(found.path):
-        written = [_written(lake, folder, stay)] if stay.num_rows else []
+        written = [_written(lake, folder, stay)] if changed and stay.num_rows else []
         try:
-            commit(lake, found.path, found.table, written, marker=Transaction(FENCE, to_lsn), replace=True)
+            commit(lake, found.path, found.table, written, marker=Transaction(FENCE, to_lsn), replace=changed > 0)
         except CommitFailedError as error:
             for action in written:
                 discard_file(lake, f"{folder}/{action.path}")
@@ -167,7 +168,7 @@ def write(found: Small, rows: "DataFrame", to_lsn: int) -> int:
             raise lost from error
     _checkpoint(found)
     failpoints.hit("publish.in_merge")
-    return sum(fate["counts"] for fate in fates if fate["values"] != "kept")
+    return changed
 
 
 def _written(lake: Lake, folder: str, rows: pa.Table) -> AddAction:

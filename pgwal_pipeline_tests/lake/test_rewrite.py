@@ -91,12 +91,21 @@ def test_another_writer_in_between_is_found(spark: "SparkSession", table: Path) 
     assert found is not None
     there = {file.name for file in (table / "current").glob("*.parquet")}
     DeltaTable(path).alter.set_table_properties({"delta.logRetentionDuration": "interval 999 hours"})
-    rows = found.read(spark).selectExpr("*", "'kept' AS _pgwal_fate")
+    rows = found.read(spark).selectExpr("*", "'written' AS _pgwal_fate")
     with pytest.raises(LakeError, match="another writer") as caught:
         rewrite.write(found, rows, 2000)
     assert caught.value.transient
     assert (version(path), watermark(path)) == (1, 1000)
     assert {file.name for file in (table / "current").glob("*.parquet")} == there
+
+
+def test_rows_that_came_and_went_leave_the_files(spark: "SparkSession", table: Path) -> None:
+    path = str(table / "current")
+    before = DeltaTable(path).file_uris()
+    small = _opened(path)
+    assert rewrite.write(small, small.read(spark).selectExpr("*", "'kept' AS _pgwal_fate"), 2000) == 0
+    assert DeltaTable(path).file_uris() == before
+    assert (version(path), watermark(path)) == (1, 2000)
 
 
 def test_only_small_tables_without_what_spark_alone_handles(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +128,7 @@ def test_spark_reads_the_log_by_its_checkpoint_afterwards(spark: "SparkSession",
     path = str(table / "current")
     for number in range(10):
         small = _opened(path)
-        rewrite.write(small, small.read(spark).selectExpr("*", "'kept' AS _pgwal_fate"), 2000 + number)
+        rewrite.write(small, small.read(spark).selectExpr("*", "'written' AS _pgwal_fate"), 2000 + number)
     assert (table / "current" / "_delta_log" / f"{10:020}.checkpoint.parquet").exists()
     aged = shutil.copytree(path, table / "aged")  # at another place, for Spark remembers logs
     for number in range(10):
