@@ -69,6 +69,8 @@ _MERGE_CONF = {
 }
 _HISTORY_HOURS = 30 * 24
 """How long versions of a table stay readable at least, if their files still exist: as long as Delta keeps its log by default."""
+_UNTIL_THE_NEXT = 48
+"""How many hours may pass until the next maintenance of a table."""
 _MAPPED = frozenset(" ,;{}()\n\t=")
 
 
@@ -212,8 +214,10 @@ def vacuum(spark: "SparkSession", path: str, retention_hours: float, oldest: int
     change has the same version for months, and readers refuse one that is older than the table's log is kept.
     """
     with isolated(spark, conf_for(written_rows(path))) as session, failures(path):
-        age = 0.0 if oldest is None else hours_since(path, oldest)
-        _keep_readable(session, path, math.ceil(max(retention_hours, age) + _HISTORY_HOURS))
+        age = 0.0 if oldest is None else hours_since(path, oldest) + _UNTIL_THE_NEXT
+        # In whole steps, so that the property of a table that does not change is not set anew each night.
+        steps = max(1, math.ceil(max(retention_hours, age) / _HISTORY_HOURS))
+        _keep_readable(session, path, steps * _HISTORY_HOURS)
         session.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
         # With true, Delta ignores RETAIN and takes the table's property.
         session.conf.set("spark.databricks.delta.vacuum.retentionWindowIgnore.enabled", "false")
