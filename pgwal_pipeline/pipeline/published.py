@@ -1,4 +1,4 @@
-"""Look up a publication's tables again and again without waiting for whoever has locked one of them."""
+"""Read a publication's tables and row filters repeatedly, without waiting each time for whoever has locked a table that has a filter."""
 
 import time
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from pgwal_pipeline.postgres import catalog
 from pgwal_pipeline.postgres.catalog import PublishedTable
 from pgwal_pipeline.postgres.connection import Connection
 
-_PATIENCE = "1s"  # for a lock on one of the tables: the server opens each of them to list its columns
-_AS_BEFORE = 30.0  # seconds in which the catalog is not asked again after that
+_PATIENCE = "1s"  # for a lock on one of the tables: the server opens those that have a row filter
+_AS_BEFORE = 30.0  # seconds after that in which the catalog is not read again
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Published:
     def now(self) -> Mapping[int, PublishedTable]:
         """Return the tables as the catalog has them, or as it had them a moment ago while one of them is locked.
 
-        Only the first look waits for locks. A table that was altered since is found by its reading, as one that is altered after any look.
+        Only the first call waits for locks. A table that was altered since then is found when its rows are read.
         """
         if self._seen is not None and time.monotonic() < self._again_at:
             return self._seen

@@ -42,7 +42,7 @@ def most_bytes(settings: Settings) -> int:
 
 @dataclass
 class SmallTable:
-    """A small table that is to be read: its state as it was looked up, then as its reading has begun."""
+    """A small table that is to be read: its state as it was in the ledger, then as its reading has begun."""
 
     seen: TableState
     published: PublishedTable

@@ -121,10 +121,10 @@ def snapshot(
         waits: dict[TableName, str] = {}
         small, todo = _small(settings, conn, todo)
         locked: list[TableState] = []
-        looks = Published(conn, settings.publication)
+        publication = Published(conn, settings.publication)
         for first in range(0, len(small), _GROUP_TABLES):
             planned_group = small[first : first + _GROUP_TABLES]
-            group = _group(looks, conn, ledger, planned_group, anew=tables is not None)
+            group = _group(publication, conn, ledger, planned_group, anew=tables is not None)
             reports += SmallTables(settings, conn, ledger, group, noted, watch).run() if group else []
             together = {table.seen.location for table in group if not table.busy}
             todo += [state for state in planned_group if state.location not in together]
@@ -143,7 +143,7 @@ def snapshot(
                         copy.wait_for_transactions(conn, waited, max(0.0, waiting - time.monotonic()), noted.warn)
                         known = _at(ledger.tables(), planned.location)
                     # By oid: a renamed table has its old name in the ledger until a drain finds that.
-                    published = looks.now()
+                    published = publication.now()
                     if known is None or known.oid not in published or not known.followed:
                         continue
                     state = known
@@ -181,7 +181,7 @@ def _small(settings: Settings, conn: Connection, todo: list[TableState]) -> tupl
     return [state for state in todo if state.oid in oids], [state for state in todo if state.oid not in oids]
 
 
-def _group(looks: Published, conn: Connection, ledger: Ledger, planned: list[TableState], *, anew: bool) -> list[SmallTable]:
+def _group(publication: Published, conn: Connection, ledger: Ledger, planned: list[TableState], *, anew: bool) -> list[SmallTable]:
     """Those of `planned` that can be read together: they wait for nobody, their columns can be kept, and none of their chunks is read."""
     states = first_of(ledger.tables().values())
     passed: dict[int, bool] = {0: True}
@@ -194,7 +194,7 @@ def _group(looks: Published, conn: Connection, ledger: Ledger, planned: list[Tab
                 passed[xid] = True
             except BlockedByTransaction:
                 passed[xid] = False
-    published = looks.now()
+    published = publication.now()
     group = []
     for known in found:
         table = published.get(known.oid)

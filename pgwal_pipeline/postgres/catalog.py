@@ -13,7 +13,7 @@ from pgwal_pipeline.messages.errors import SourceRefused
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import translate
 from pgwal_pipeline.postgres.positions import flush_lsn, insert_lsn
-from pgwal_pipeline.postgres.publication_query import published_sql
+from pgwal_pipeline.postgres.publication_query import ROW_FILTER, published_sql
 from pgwal_pipeline.values.relation import Column, PgType, Relation, ReplicaIdentity, TableName
 
 __all__ = [
@@ -200,22 +200,27 @@ def readable(conn: Connection, oids: Collection[int]) -> set[int]:
 
 
 def tables_of(conn: Connection, publication: str) -> list[Relation]:
-    """Return the tables of a publication as the stream will send them; see `published_tables`."""
-    return [table.relation for table in published_tables(conn, publication)]
+    """Return the tables of a publication as the stream will send them; see `published_tables`. Waits for no lock on a table."""
+    return [table.relation for table in _published(conn, publication, "NULL::text")]
 
 
 def published_tables(conn: Connection, publication: str) -> list[PublishedTable]:
     """Return the tables of a publication, sorted by name, as the stream will send them, in two queries.
 
     A root stands for its partitions if the publication publishes through it. Columns are those of the column list, and generated columns
-    are included only if the server publishes them. Raises SourceRefused if there is no such publication.
+    are included only if the server publishes them. Waits for whoever has locked a table that has a row filter. Raises SourceRefused if
+    there is no such publication.
     """
+    return _published(conn, publication, ROW_FILTER)
+
+
+def _published(conn: Connection, publication: str, row_filter: str) -> list[PublishedTable]:
     version = conn.info.server_version
     # A column list may name generated columns from 18 on; before, none is published.
     listed = "" if version >= 180000 else "a.attgenerated = '' AND "
     rows = fetch(
         conn,
-        f"""SELECT c.oid, n.nspname::text, c.relname::text, c.relreplident::text, p.row_filter, {PRIMARY_KEY_SQL}, {IDENTITY_INDEX_SQL},
+        f"""SELECT c.oid, n.nspname::text, c.relname::text, c.relreplident::text, {row_filter}, {PRIMARY_KEY_SQL}, {IDENTITY_INDEX_SQL},
                 a.names, a.types, a.typmods, a.nullables
             FROM ({published_sql(version)}) p
             JOIN pg_catalog.pg_class c ON c.oid = p.relid

@@ -199,7 +199,7 @@ class ChunkReader:
         try:
             self._conn.execute(_SETTINGS_TOGETHER.encode())
             self._snapshot = begin_snapshot(self._conn, lock)
-            # The size of a table with another name now is not looked up: that table is not locked, and the query would wait for its lock.
+            # The size of a table with another name now is not asked for: that table is not locked, and the query would wait for its lock.
             sizes = self._conn.execute(
                 """SELECT t.oid, CASE WHEN pg_catalog.to_regclass(t.name)::oid::int8 = t.oid
                                       THEN pg_catalog.pg_table_size(t.oid::oid::regclass) END
@@ -243,7 +243,7 @@ class ChunkReader:
             # The LSN after the read, not that of its snapshot: a read sees TRUNCATE and DDL that rewrites the table even if they came
             # later.
             lsn = insert_lsn(conn)
-            # Names are looked up as they are now, not as of the snapshot. The lock on the table prevents renames until the transaction
+            # Names are resolved as they are now, not as of the snapshot. The lock on the table prevents renames until the transaction
             # ends.
             if conn.execute("SELECT pg_catalog.to_regclass(%s)::oid::int8", [str(relation.table)]).fetchall()[0][0] != relation.oid:
                 raise TableChanged(

@@ -74,11 +74,12 @@ def test_it_says_what_the_view_says(source_matrix: Source) -> None:
 def test_a_locked_table_holds_up_nobody(source_matrix: Source) -> None:
     source = source_matrix
     source.sql(_TABLES)
-    source.sql("CREATE PUBLICATION p FOR ALL TABLES WITH (publish_via_partition_root = true)")
+    filters = " WHERE (id > 3)" if source.value("SHOW server_version_num") >= "150000" else ""
+    source.sql(f"CREATE PUBLICATION p FOR TABLE plain{filters}, parted, generated WITH (publish_via_partition_root = true)")
     with psycopg2.connect(source.dsn) as locking, dsn.connect(source.dsn) as conn:
         locking.cursor().execute("LOCK TABLE plain, parted, parted_1, generated IN ACCESS EXCLUSIVE MODE")
         conn.execute(b"SET lock_timeout = '1s'")
         found = catalog.tables_of(conn, "p")
-        assert {"plain", "parted", "generated"} <= {relation.table.name for relation in found}
+        assert {relation.table.name for relation in found} == {"plain", "parted", "generated"}
         assert storages(conn, "p", [relation.oid for relation in found]).keys() == {relation.oid for relation in found}
     locking.close()
