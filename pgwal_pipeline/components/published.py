@@ -26,7 +26,7 @@ AS_OF_TAG = "pgwal/as_of"
 READ_LSN, READ_AT, READ_VERSIONS, READ_LAKE = "pgwal/read_lsn", "pgwal/read_published_at", "pgwal/read_versions", "pgwal/read_lake"
 """The metadata of a materialization that read a state: its LSN, when it was published, the Delta versions read, and the lake."""
 
-_LOOKED_AT = 50  # materializations in which the last reading is looked for
+_NEWEST = 50  # materializations, among which the last reading is searched
 
 
 class PublishedLake(dg.ConfigurableResource):
@@ -72,7 +72,7 @@ class PublishedLake(dg.ConfigurableResource):
                 READ_VERSIONS: dg.MetadataValue.json(dict(versions)),
             },
         )
-        return replace(state, took_note=note, last_read=lambda: _last_read(step, assets, state.ledger.lake.uri))
+        return replace(state, on_read=note, last_read=lambda: _last_read(step, assets, state.ledger.lake.uri))
 
 
 def _state_of_run(settings: Settings, step: Any) -> "PublishedState":
@@ -150,7 +150,7 @@ def _last_read(step: Any, assets: Iterable[dg.AssetKey], lake: str) -> int | Non
 
 def _read_by(instance: dg.DagsterInstance, asset: dg.AssetKey, partition: str | None, lake: str) -> int | None:
     records = dg.AssetRecordsFilter(asset, asset_partitions=None if partition is None else [partition])
-    for record in instance.fetch_materializations(records, limit=_LOOKED_AT).records:
+    for record in instance.fetch_materializations(records, limit=_NEWEST).records:
         materialization = record.asset_materialization
         metadata = {} if materialization is None else materialization.metadata
         of_lake = metadata.get(READ_LAKE)

@@ -6,7 +6,7 @@ All work is DataFrames and SQL: it runs on a Spark Connect server too. Rows stay
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as altered
@@ -19,7 +19,7 @@ from pgwal_pipeline.lake import bag, base, files, fold, rewrite, statements
 from pgwal_pipeline.lake.columns import null_of, quote, same_types
 from pgwal_pipeline.lake.files import Files
 from pgwal_pipeline.lake.fold import ANYTHING, ChunkSnapshot, Shape, Traits, Unresolved
-from pgwal_pipeline.lake.isolation import conf_for, failures, few, isolated, table_failures
+from pgwal_pipeline.lake.isolation import conf_for, failures, few, isolated, set_write_options, table_failures
 from pgwal_pipeline.lake.standing import (
     FENCE,
     GENERATION,
@@ -242,10 +242,10 @@ def _merge(session: "SparkSession", request: MergeRequest, changes: Files) -> Me
     with failures(str(request.table)):
         target = session.read.format("delta").load(request.current_path)
         raw = changes.read(session)
-        types = changes.schema if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
+        types = _source_types(request, changes)
         shape = _known_columns(request.shape, types, target.schema)
         _check_types(shape, types, target.schema)
-        if _widen(session, request.current_path, shape, types, target.schema):
+        if widen(session, request.current_path, shape.columns, types, target.schema):
             target = session.read.format("delta").load(request.current_path)
         rows = fold.between(raw, request.from_lsn, request.to_lsn)
         truncate = fold.last_truncate(rows) if request.traits.truncated else None
@@ -264,13 +264,13 @@ def _small(request: MergeRequest, changes: Files) -> rewrite.Small | None:
     found = rewrite.small(request.current_path, request.from_lsn, changes)
     if found is None:
         return None
-    types = changes.schema if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
+    types = _source_types(request, changes)
     shape = _known_columns(request.shape, types, found.schema)
     return found if set(shape.columns) <= set(found.schema.names) else None
 
 
 def _rewrite(session: "SparkSession", request: MergeRequest, changes: Files, small: rewrite.Small) -> MergeResult:
-    types = changes.schema if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
+    types = _source_types(request, changes)
     shape = _known_columns(request.shape, types, small.schema)
     _check_types(shape, types, small.schema)
     with failures(str(request.table)):
@@ -328,9 +328,7 @@ def _run(
     """Run the MERGE `statement`, which reads `source` by the view `_VIEW`."""
     with table_failures(shape, lacking):
         source.createOrReplaceTempView(_VIEW)
-        # A MERGE takes these options only from its session.
-        for name, value in _fence(request.to_lsn).items():
-            session.conf.set(f"spark.databricks.delta.write.{name}", value)
+        set_write_options(session, _fence(request.to_lsn))
         failpoints.hit("publish.in_merge")
         counted = session.sql(statement).collect()
         failpoints.hit("publish.in_merge")
@@ -431,6 +429,10 @@ def _fence(lsn: int) -> dict[str, str]:
     return {"txnAppId": FENCE, "txnVersion": str(lsn)}
 
 
+def _source_types(request: MergeRequest, changes: Files) -> StructType:
+    return changes.schema if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
+
+
 def _known_columns(shape: Shape, types: StructType, target: StructType) -> Shape:
     """`shape` with only the columns whose type is known. A column just added to the source, without a row since, is in no table yet."""
     return altered(shape, columns=tuple(name for name in shape.columns if name in types.names or name in target.names))
@@ -446,9 +448,9 @@ def _check_types(shape: Shape, types: StructType, target: StructType) -> None:
             )
 
 
-def _widen(session: "SparkSession", path: str, shape: Shape, wanted: StructType, target: StructType) -> bool:
-    """Add the source's new columns to the target, null in its rows; return whether there were any."""
-    types = {name: wanted[name].dataType.simpleString() for name in shape.columns if name not in target.names}
+def widen(session: "SparkSession", path: str, columns: Sequence[str], wanted: StructType, target: StructType) -> bool:
+    """Add those of `columns` that the target lacks, with the types in `wanted`, null in its rows; return whether there were any."""
+    types = {name: wanted[name].dataType.simpleString() for name in columns if name not in target.names}
     if not types:
         return False
     table = open_current(path)
@@ -456,7 +458,7 @@ def _widen(session: "SparkSession", path: str, shape: Shape, wanted: StructType,
     lacking = {name: value for name, value in delta_features(types).items() if has.get(name) != value}
     if lacking:
         session.sql(statements.set_properties(path, lacking)).collect()
-    session.sql(statements.add_columns(path, types, shape.columns)).collect()
+    session.sql(statements.add_columns(path, types, columns)).collect()
     return True
 
 

@@ -60,6 +60,11 @@ def isolated(spark: "SparkSession", conf: Mapping[str, str]) -> "Iterator[SparkS
         yield session
 
 
+def set_write_options(session: "SparkSession", options: Mapping[str, str]) -> None:
+    """Give Delta's write options to the MERGEs of `session`, which take them from nowhere else."""
+    set_conf(session, {f"spark.databricks.delta.write.{name}": value for name, value in options.items()})
+
+
 @contextmanager
 def failures(what: str) -> Iterator[None]:
     """Turn errors of Spark and Delta into LakeError; `what` is the table or path that is worked on."""

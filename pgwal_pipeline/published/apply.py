@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from deltalake import DeltaTable
-from deltalake.exceptions import TableNotFoundError
-
 from pgwal_pipeline.lake.columns import key_parts, null_of, quote
-from pgwal_pipeline.lake.current import delta_features
-from pgwal_pipeline.lake.delta import lake_errors
-from pgwal_pipeline.lake.isolation import failures, isolated
-from pgwal_pipeline.lake.layout import Lake, storage_options
-from pgwal_pipeline.lake.statements import add_columns, set_properties, table_at
+from pgwal_pipeline.lake.current import delta_features, widen
+from pgwal_pipeline.lake.isolation import failures, isolated, set_write_options
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.standing import open_current, version
+from pgwal_pipeline.lake.statements import table_at
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.published.changes import Changes
 from pgwal_pipeline.published.net import CHANGE, FIRST_LSN, LAST_LSN
@@ -34,7 +31,7 @@ def apply_changes(session: "SparkSession", target_path: str, changes: Changes, k
     """
     if changes.history:
         raise PgwalError(f"The history of {changes.table} cannot be applied; take its net changes, without history=True.")
-    table = _open(target_path)
+    table = open_current(target_path)
     # By where the table is in the lake, which stays when it is renamed.
     marker = f"pgwal/{Lake(changes.settings.lake).relative(changes.newer.path)}"
     stands_at = None if table is None else table.transaction_version(marker)
@@ -49,16 +46,7 @@ def apply_changes(session: "SparkSession", target_path: str, changes: Changes, k
         if not by:
             raise PgwalError(f"Table {changes.table} has no key to apply its changes by; name the columns of one.")
         _merge(session, target_path, changes, by, fence)
-    with lake_errors(target_path):
-        return DeltaTable(target_path, storage_options=storage_options(target_path)).version()
-
-
-def _open(path: str) -> DeltaTable | None:
-    with lake_errors(path):
-        try:
-            return DeltaTable(path, storage_options=storage_options(path))
-        except TableNotFoundError:
-            return None
+    return version(target_path)
 
 
 def _require_joined(path: str, changes: Changes, stands_at: int | None) -> None:
@@ -80,7 +68,7 @@ def _replace(session: "SparkSession", path: str, changes: Changes, fence: dict[s
     with failures(path):
         rows = changes.spark(session).drop(*_OWN)
         writer = rows.writeTo(table_at(path)).using("delta").options(**fence)
-        for name, value in delta_features(_types(rows.schema)).items():
+        for name, value in delta_features({field.name: field.dataType.simpleString() for field in rows.schema.fields}).items():
             writer = writer.tableProperty(name, value)
         writer.createOrReplace()
 
@@ -90,9 +78,7 @@ def _merge(session: "SparkSession", path: str, changes: Changes, key: Sequence[s
         rows = changes.spark(own)
         target = _widened(own, path, rows)
         rows.createOrReplaceTempView(_VIEW)
-        # A MERGE takes these options only from its session.
-        for name, value in fence.items():
-            own.conf.set(f"spark.databricks.delta.write.{name}", value)
+        set_write_options(own, fence)
         own.sql(_statement(path, target, rows.schema, key)).collect()
 
 
@@ -100,17 +86,7 @@ def _widened(session: "SparkSession", path: str, rows: "DataFrame") -> "StructTy
     """The target's columns, after those were added that only the changes have."""
     target = session.read.format("delta").load(path).schema
     columns = [name for name in rows.columns if name not in _OWN]
-    types = {name: kind for name, kind in _types(rows.schema).items() if name in columns and name not in target.names}
-    if not types:
-        return target
-    if features := delta_features(types):
-        session.sql(set_properties(path, features)).collect()
-    session.sql(add_columns(path, types, columns)).collect()
-    return session.read.format("delta").load(path).schema
-
-
-def _types(schema: "StructType") -> dict[str, str]:
-    return {field.name: field.dataType.simpleString() for field in schema.fields}
+    return session.read.format("delta").load(path).schema if widen(session, path, columns, rows.schema, target) else target
 
 
 def _statement(path: str, target: "StructType", changes: "StructType", key: Sequence[str]) -> str:

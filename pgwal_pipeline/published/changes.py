@@ -38,7 +38,7 @@ class Changes:
     in between, `_pgwal_first_lsn` and `_pgwal_last_lsn`. Of a row that was deleted only the key's columns are set. With `history` they are
     the rows of raw instead, as they are there, in their order.
 
-    `complete`: the changes cannot be told, for the `reason` given. The rows are the whole table then, each an `insert`.
+    `complete`: the changes cannot be determined, for the `reason` given. The rows are the whole table then, each an `insert`.
     """
 
     table: str
@@ -58,21 +58,18 @@ class Changes:
 
     def spark(self, session: "SparkSession | None" = None) -> "DataFrame":
         """Return the changes as a DataFrame of `session`, or of the session that the PGWAL_SPARK_* settings describe."""
-        if session is None:
-            from pgwal_pipeline.spark.session import spark_session
-
-            session = spark_session(self.settings)
+        session = session or readers.own_session(self.settings)
         if self.raw is None or self.span is None:
-            whole = _spark_table(session, self.newer).selectExpr(
+            whole = readers.spark(session, self.newer.path, self.newer.version, text=False).selectExpr(
                 "*", f"'insert' AS {net.CHANGE}", f"{COMMIT_LSN} AS {net.FIRST_LSN}", f"{COMMIT_LSN} AS {net.LAST_LSN}"
             )
             return whole if self.complete else whole.limit(0)
-        raw = _spark_table(session, self.raw)
+        raw = readers.spark(session, self.raw.path, self.raw.version, text=False)
         if self.history:
             return raw.where(self.span.rows).orderBy(COMMIT_LSN, ORDINAL, OP)
-        tables = {"raw": raw, "newer": _spark_table(session, self.newer)}
+        tables = {"raw": raw, "newer": readers.spark(session, self.newer.path, self.newer.version, text=False)}
         if self.older is not None:
-            tables["older"] = _spark_table(session, self.older)
+            tables["older"] = readers.spark(session, self.older.path, self.older.version, text=False)
         return session.sql(self._query(net.SPARK), **tables)  # pyright: ignore[reportArgumentType] (the tables that the query names)
 
     def arrow(self) -> pa.Table:
@@ -155,7 +152,7 @@ def find_changes(
     if since == until.lsn:
         return changes(since)
     older = next((at for at in before.tables.values() if at.path == newer.path), None)
-    reason = _not_told(ledger, state, key, before, older, newer, until, history)
+    reason = _why_unknown(ledger, state, key, before, older, newer, until, history)
     raw = None if state is None else _raw_as_it_is(lake, lake.raw(state.location))
     if reason is None and raw is None:
         reason = "it has no raw table"
@@ -172,7 +169,7 @@ def find_changes(
     )
 
 
-def _not_told(
+def _why_unknown(
     ledger: Ledger,
     state: TableState | None,
     key: tuple[str, ...],
@@ -182,7 +179,7 @@ def _not_told(
     until: Publish,
     history: bool,
 ) -> str | None:
-    """Why the changes of a table between two publishes cannot be told; None if they can."""
+    """Why the changes of a table between two publishes cannot be determined; None if they can."""
     at = format_lsn(before.lsn)
     if state is None or older is None:
         return f"it was not published at {at}"
@@ -239,7 +236,3 @@ def _held_in_raw(raw: pa.Schema, newer: TableDataset, key: tuple[str, ...]) -> d
             raise LakeError(f"Raw has no column for {column!r} of the key, although it has the table's changes.")
         held[column] = names[0]
     return held
-
-
-def _spark_table(session: "SparkSession", at: TablePointer) -> "DataFrame":
-    return session.read.format("delta").option("versionAsOf", at.version).load(at.path)

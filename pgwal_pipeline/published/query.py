@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _BATCH_ROWS = 10_000
 _LISTS = re.compile(r"\bshow\b|information_schema|\b(duckdb|pg)_\w+")
-_SCHEMA = "public"  # where a name without a schema is looked for first, as in Postgres
+_SCHEMA = "public"  # where a name without a schema is searched first, as in Postgres
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pgwal_pipeline.lake.delta import lake_errors, side_by_side
 from pgwal_pipeline.lake.layout import storage_options
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.published.dataset import TableDataset
+from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.own_columns import RESERVED, TEXT
 from pgwal_pipeline.values.relation import TableName
 
@@ -41,6 +42,13 @@ def spark(session: "SparkSession", path: str, version: int, text: bool) -> "Data
         return frame
     names = _hold_less(TableDataset(path, version).schema)
     return frame.selectExpr("*", *(f"{text_of(name)} AS {quote(TEXT_OF + name)}" for name in names))
+
+
+def own_session(settings: Settings) -> "SparkSession":
+    """Return the session that the PGWAL_SPARK_* settings describe."""
+    from pgwal_pipeline.spark.session import spark_session
+
+    return spark_session(settings)
 
 
 def polars(path: str, version: int, text: bool) -> "pl.LazyFrame":

@@ -43,8 +43,8 @@ def open_state(settings: Settings, when: str = LATEST) -> "PublishedState":
     return PublishedState(settings, ledger, publish_as_of(ledger, when))
 
 
-def _nothing_read(*_: object) -> None:
-    """Take note of no reading."""
+def _ignore(*_: object) -> None:
+    """Do nothing with a reading."""
 
 
 def _not_known() -> int | None:
@@ -56,14 +56,14 @@ def _not_known() -> int | None:
 class PublishedState:
     """All tables of one publish. They hold exactly the transactions with a commit LSN below `lsn`.
 
-    Tables are named as `pgwal status` does: `shop.orders`, each part quoted where Postgres would. `took_note` is told which table is read
-    at which version. `last_read` returns the LSN that an earlier run of the same work read, None if there was none.
+    Tables are named as `pgwal status` does: `shop.orders`, each part quoted where Postgres would. `on_read` is called with each table that
+    is read, and its version. `last_read` returns the LSN that an earlier run of the same work read, None if there was none.
     """
 
     settings: Settings = field(repr=False)
     ledger: Ledger = field(repr=False)
     publish: Publish = field(repr=False)
-    took_note: Callable[[str, int], None] = field(default=_nothing_read, repr=False)
+    on_read: Callable[[str, int], None] = field(default=_ignore, repr=False)
     last_read: Callable[[], int | None] = field(default=_not_known, repr=False)
 
     @property
@@ -88,7 +88,7 @@ class PublishedState:
         where the column is null for that. Raises PgwalError if the table is not published.
         """
         at = self._read(name)
-        return readers.spark(self._session(session), at.path, at.version, text)
+        return readers.spark(session or readers.own_session(self.settings), at.path, at.version, text)
 
     def polars(self, name: str, *, text: bool = False) -> "pl.LazyFrame":
         """Return a table as a LazyFrame. Only the columns and files that a query needs are read. Otherwise as `spark`."""
@@ -121,8 +121,8 @@ class PublishedState:
         """Return what changed in a table between two publishes: net changes by key, or with `history` each change in its order.
 
         `since` is an LSN or a state; None is the LSN that the asset of the context read in its last successful materialization. Where the
-        changes cannot be told, the result is `complete`: the whole table. Raises PgwalError if the table is not published, or `since` is
-        no LSN or later than this state.
+        changes cannot be determined, the result is `complete`: the whole table. Raises PgwalError if the table is not published, or if
+        `since` is no LSN or later than this state.
         """
         from pgwal_pipeline.published.changes import find_changes
 
@@ -141,15 +141,8 @@ class PublishedState:
         except ValueError:
             raise PgwalError(f"{since!r} is neither an LSN such as 16/B374D848 nor a state.") from None
 
-    def _session(self, session: "SparkSession | None") -> "SparkSession":
-        if session is not None:
-            return session
-        from pgwal_pipeline.spark.session import spark_session
-
-        return spark_session(self.settings)
-
     def _read(self, name: str) -> PublishedTable:
-        """The table of that name, after it was noted. Raises PgwalError if it is not published."""
+        """The table of that name, after `on_read` was called. Raises PgwalError if it is not published."""
         try:
             table = TableName.parse(name)
         except ValueError as error:
@@ -157,7 +150,7 @@ class PublishedState:
         at = self.publish.tables.get(table)
         if at is None:
             raise self._unpublished(table)
-        self.took_note(str(table), at.version)
+        self.on_read(str(table), at.version)
         return PublishedTable(at.path, at.version)
 
     def _unpublished(self, table: TableName) -> LakeError:

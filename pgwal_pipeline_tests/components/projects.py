@@ -1,5 +1,6 @@
 """Dagster projects in a folder, made of this project's component, for tests that need other definitions than ours."""
 
+import json
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
@@ -8,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pytest
 import yaml
 
 from pgwal_pipeline.known_tables import KnownColumn, KnownTable
 from pgwal_pipeline.values.relation import TableName
+from pgwal_pipeline_tests.shared_spark import PARTS
 
 PROJECT = """
 [tool.dg]
@@ -19,6 +22,16 @@ directory_type = "project"
 [tool.dg.project]
 root_module = "{module}"
 """
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, folder: Path, dsn: str, **more: str) -> None:
+    """Set the settings of a code location whose home and lake are in `folder`, and which runs its own small Spark."""
+    settings = {"PGWAL_SPARK_MASTER": "local[2]", "PGWAL_SPARK_CONF": json.dumps(PARTS), **more}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DAGSTER_HOME", str(folder / "home"))
+    monkeypatch.setenv("PGWAL_LAKE", str(folder / "lake"))
+    monkeypatch.setenv("PGWAL_SOURCE_DSN", dsn)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Automation conditions of assets downstream go by the events of `current` and `raw`: once for a publish, and only for what changed."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -26,8 +25,7 @@ from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import parse_lsn, window_key
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.components.instances import dagster_instance
-from pgwal_pipeline_tests.components.projects import project
-from pgwal_pipeline_tests.shared_spark import PARTS
+from pgwal_pipeline_tests.components.projects import project, set_environment
 from pgwal_pipeline_tests.support import Source
 
 if TYPE_CHECKING:
@@ -91,14 +89,7 @@ NOTHING, ONCE = {"revenue": 0, "changed": 0}, {"revenue": 1, "changed": 1}
 def place(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spark: "SparkSession") -> Iterator[Place]:
     assert spark is not None
     source.sql("; ".join(f"CREATE TABLE {table.name} (id int PRIMARY KEY, n int)" for table in (ORDERS, LINES, OTHER)))
-    for name, value in {
-        "DAGSTER_HOME": str(tmp_path / "home"),
-        "PGWAL_SOURCE_DSN": source.dsn,
-        "PGWAL_LAKE": str(tmp_path / "lake"),
-        "PGWAL_SPARK_MASTER": "local[2]",
-        "PGWAL_SPARK_CONF": json.dumps(PARTS),
-    }.items():
-        monkeypatch.setenv(name, value)
+    set_environment(monkeypatch, tmp_path, source.dsn)
     with ExitStack() as stack:
         ours = stack.enter_context(project(tmp_path, {"cdc": {}}))
         place = Place(source, ours, stack.enter_context(dagster_instance()))

@@ -1,4 +1,3 @@
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,8 +20,7 @@ from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import parse_window_key, window_key
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.components.instances import dagster_instance
-from pgwal_pipeline_tests.components.projects import project
-from pgwal_pipeline_tests.shared_spark import PARTS
+from pgwal_pipeline_tests.components.projects import project, set_environment
 from pgwal_pipeline_tests.support import Source
 
 if TYPE_CHECKING:
@@ -59,15 +57,7 @@ class Location:
 def location(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
     source.sql("CREATE TABLE orders (id int PRIMARY KEY, total int)")
     source.sql('CREATE TABLE "Order Lines" (id int PRIMARY KEY)')
-    for name, value in {
-        "DAGSTER_HOME": str(tmp_path / "home"),
-        "PGWAL_SOURCE_DSN": source.dsn,
-        "PGWAL_LAKE": str(tmp_path / "lake"),
-        "PGWAL_SPARK_MASTER": "local[2]",
-        "PGWAL_SPARK_CONF": json.dumps(PARTS),
-        "PGWAL_BUSY_TIMEOUT": "1s",
-    }.items():
-        monkeypatch.setenv(name, value)
+    set_environment(monkeypatch, tmp_path, source.dsn, PGWAL_BUSY_TIMEOUT="1s")
     with ExitStack() as stack:
         definitions = stack.enter_context(project(tmp_path, {"cdc": {}}))
         yield Location(definitions, stack.enter_context(dagster_instance()), Settings.from_environment())
@@ -253,11 +243,7 @@ def test_with_no_table_known_the_jobs_do_the_same_work(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spark: "SparkSession"
 ) -> None:
     assert spark is not None
-    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("PGWAL_LAKE", str(tmp_path / "lake"))
-    monkeypatch.setenv("PGWAL_SPARK_MASTER", "local[2]")
-    monkeypatch.setenv("PGWAL_SPARK_CONF", json.dumps(PARTS))
-    monkeypatch.setenv("PGWAL_SOURCE_DSN", source.dsn)
+    set_environment(monkeypatch, tmp_path, source.dsn)
     with project(tmp_path, {"cdc": {}}) as definitions, dagster_instance() as instance:
         source.sql("CREATE TABLE orders (id int PRIMARY KEY)")
         source.sql("INSERT INTO orders VALUES (1)")

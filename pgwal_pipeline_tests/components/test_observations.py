@@ -1,6 +1,5 @@
 """What the lineage shows of a pipeline without a fault: no asset for which nothing was ever recorded, which Dagster marks orange."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +15,7 @@ from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import parse_lsn, window_key
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.components.instances import dagster_instance
-from pgwal_pipeline_tests.components.projects import project
-from pgwal_pipeline_tests.shared_spark import PARTS
+from pgwal_pipeline_tests.components.projects import project, set_environment
 from pgwal_pipeline_tests.support import Source
 
 if TYPE_CHECKING:
@@ -31,14 +29,7 @@ ORDERS, ODD = TableName("public", "orders"), TableName("public", "Order Lines")
 def definitions(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.Definitions]:
     source.sql("CREATE TABLE orders (id int PRIMARY KEY, total int); INSERT INTO orders SELECT g, g FROM generate_series(1, 5) g")
     source.sql('CREATE TABLE "Order Lines" (id int PRIMARY KEY); ANALYZE')
-    for name, value in {
-        "DAGSTER_HOME": str(tmp_path / "home"),
-        "PGWAL_SOURCE_DSN": source.dsn,
-        "PGWAL_LAKE": str(tmp_path / "lake"),
-        "PGWAL_SPARK_MASTER": "local[2]",
-        "PGWAL_SPARK_CONF": json.dumps(PARTS),
-    }.items():
-        monkeypatch.setenv(name, value)
+    set_environment(monkeypatch, tmp_path, source.dsn)
     with project(tmp_path, {"cdc": {}}) as definitions:
         yield definitions
 
