@@ -6,7 +6,7 @@ lineage, partitions and checks follow the keys that it gives.
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import dagster as dg
@@ -77,8 +77,12 @@ class PgwalTranslator:
 def translated(specs: AssetSpecs, translator: PgwalTranslator, tables: Iterable[KnownTable]) -> AssetSpecs:
     """Return `specs` as `translator` wants them, for the known `tables` and any other."""
     translation = _Translation(specs, translator, {known.table: known for known in tables})
-    names = _TranslatedNames(specs.names.slot_name, specs.names.prefix, translation)
-    return _TranslatedSpecs(names, specs.lake, specs.owners, specs.slot_fails_after, translation)
+    names = _TranslatedNames(**_fields(specs.names), translation=translation)
+    return _TranslatedSpecs(**{**_fields(specs), "names": names}, translation=translation)
+
+
+def _fields(of: AssetNames | AssetSpecs) -> dict[str, Any]:
+    return {field.name: getattr(of, field.name) for field in fields(of)}
 
 
 def refuse_shared_keys(specs: AssetSpecs, tables: Iterable[KnownTable]) -> None:

@@ -1,3 +1,5 @@
+from typing import Any
+
 import dagster as dg
 import pytest
 
@@ -66,7 +68,7 @@ class ByName(PgwalTranslator):
 
 
 class Wrong(PgwalTranslator):
-    def __init__(self, **changes: object) -> None:
+    def __init__(self, **changes: Any) -> None:
         self.changes = changes
 
     def get_asset_spec(self, layer: Layer, table: CdcTable) -> dg.AssetSpec:

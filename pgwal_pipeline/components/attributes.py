@@ -103,11 +103,11 @@ def _attribute(name: str, setting: FieldInfo) -> tuple[str, Any, Any]:
     schema = _range(setting)
     schema |= {} if text is None else {"pattern": f"{text}|{_TEMPLATE}"}
     schema |= {} if default is None else {"default": default}
-    otherwise = "" if default is None else f", else {default}"
+    left_out = f"Left out, it is {PREFIX}{name.upper()} of the environment{'' if default is None else f', else {default}'}."
     resolver = dg.Resolver(
         _resolve,
         model_field_type=_yaml_type(setting),
-        description=f"{MEANINGS[name]}: {setting.description}. Left out, it is {PREFIX}{name.upper()} of the environment{otherwise}.",
+        description=f"{MEANINGS.get(name, name)}: {setting.description}. {left_out}",
         json_schema_extra=schema,
         inject_before_resolve=False,
     )
@@ -128,7 +128,9 @@ def _yaml_type(setting: FieldInfo) -> Any:
         return str | int | float
     if setting.annotation is int:
         return str | int
-    return str | dict[str, Any] if get_origin(setting.annotation) is dict else str
+    kinds = {setting.annotation, *get_args(setting.annotation)}
+    of_text = get_origin(setting.annotation) is Literal or (get_origin(setting.annotation) is not dict and kinds & {str, SecretStr})
+    return str if of_text else str | dict[str, Any]
 
 
 def _parser(setting: FieldInfo) -> Callable[[Any], Any] | None:

@@ -73,10 +73,10 @@ def _table_of(context: dg.InputContext, state: "PublishedState") -> TableName:
         except ValueError as error:
             raise PgwalError(f"The metadata {TABLE} of asset {key.to_user_string()} is no table's name: {error}.") from None
     layer, *of_table = key.path[-3:] if len(key.path) >= 3 else ("", "", "")
-    if layer != CURRENT:
+    if layer != CURRENT or said.get(LAYER, CURRENT) != CURRENT:
         raise PgwalError(
-            f"Asset {key.to_user_string()} is no current table: its key does not end with current/<schema>/<table>, and it has no "
-            f"metadata {TABLE}."
+            f"Asset {key.to_user_string()} is no current table: its key does not end with current/<schema>/<table>, and its metadata "
+            f"{TABLE} and {LAYER} do not say so either."
         )
     for table in state.publish.tables:
         if [distinct(table.schema), distinct(table.name)] == of_table:

@@ -77,6 +77,6 @@ def _lines() -> list[str]:
     for name in Settings.model_fields:
         if name not in _GIVEN:
             default = shown_default(name)
-            lines += textwrap.wrap(f"{MEANINGS[name]}.", 96, initial_indent="  #   # ", subsequent_indent="  #   # ")
+            lines += textwrap.wrap(f"{MEANINGS.get(name, name)}.", 96, initial_indent="  #   # ", subsequent_indent="  #   # ")
             lines.append(f"  # {name}:" if default is None else f"  # {yaml.safe_dump({name: default}).strip()}")
     return lines

@@ -57,9 +57,10 @@ def test_what_is_scaffolded_loads(source: Source, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("CRM_DSN", source.dsn)
     with project(tmp_path, {"x": {"name": "x", "lake": str(tmp_path / "x")}}):
         (package,) = (path for path in tmp_path.iterdir() if path.name.startswith("project_"))
-        for name, kind in (("shop", "yaml"), ("crm", "python")):
+        for name in ("shop", "crm"):
             (package / "defs" / name).mkdir()
-            scaffold(package / "defs" / name, kind)
+        scaffold(package / "defs/shop", "yaml")
+        scaffold(package / "defs/crm", "python")
         for name in [name for name in sys.modules if name.startswith(package.name)]:
             del sys.modules[name]
         found = dg.load_from_defs_folder(path_within_project=package)
