@@ -50,7 +50,7 @@ MEANINGS = {
 _SIZE = r"^\s*\d{1,18}(\.\d+)?\s*([kKMGT]?[bB]?)\s*$"
 _DURATION = r"^\s*\d{1,12}(\.\d+)?\s*(ms|s|min|m|h|d|)\s*$"
 _TEMPLATE = r"\{\{"  # what is only known once it is rendered
-_SIZES = {"TB": 1 << 40, "GB": 1 << 30, "MB": 1 << 20, "kB": 1 << 10}
+_SIZES = {"TB": 1 << 40, "GB": 1 << 30, "MB": 1 << 20, "kB": 1 << 10, "B": 1}
 _DURATIONS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 _VARIABLE = re.compile(r"env(?:\.|\(\s*['\"])(\w+)")
 
@@ -90,11 +90,14 @@ def _plain(value: Any) -> Any:
 
 
 def shown_default(name: str) -> str | int | None:
-    """Return a setting's default as one would write it, None if it has none."""
+    """Return a setting's default as the guides have it, None if it has none."""
     setting = Settings.model_fields[name]
-    value = setting.default if setting.default_factory is None else None
-    units = _SIZES if _parser(setting) is parse_size else _DURATIONS if _parser(setting) is parse_duration else {}
-    return next((f"{int(value // size)}{unit}" for unit, size in units.items() if value and value % size == 0), value)
+    value: Any = setting.default if setting.default_factory is None else None
+    if _parser(setting) is parse_size:
+        return next(f"{value // size}{unit}" for unit, size in _SIZES.items() if value % size == 0)
+    if _parser(setting) is parse_duration:
+        return next(f"{value / size:g}{unit}" for unit, size in _DURATIONS.items() if value >= 2 * size or unit == "s")
+    return value
 
 
 def _attribute(name: str, setting: FieldInfo) -> tuple[str, Any, Any]:

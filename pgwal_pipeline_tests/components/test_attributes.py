@@ -8,6 +8,8 @@ from pgwal_pipeline.components.attributes import MEANINGS, shown_default
 from pgwal_pipeline.components.cdc import PostgresCdcComponent
 from pgwal_pipeline.messages.errors import SettingError
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.translator import PgwalTranslator
+from pgwal_pipeline_tests.project.guides import names, read, tables
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 SCHEMA = PostgresCdcComponent.model().model_json_schema()
@@ -51,7 +53,8 @@ def test_the_schema_says_of_each_setting_what_it_means_and_its_default() -> None
         assert told.get("default") == shown_default(name)
     defaults = {f"PGWAL_{name.upper()}": str(value) for name in Settings.model_fields if (value := shown_default(name)) is not None}
     assert Settings.from_environment(defaults) == Settings(lake="./lake")
-    assert (defaults["PGWAL_LAG_THRESHOLD"], defaults["PGWAL_RAW_RETENTION"]) == ("16MB", "7d")
+    told = {names(row[0])[0]: names(row[1])[0] for row in tables(read("docs/settings.md"))[0].rows if names(row[1])}
+    assert defaults == {name: default for name, default in told.items() if name.startswith("PGWAL_")}
     assert all(SCHEMA["properties"][name].get("description") for name in ("name", "key_prefix", "owners", "translation", "translator"))
 
 
@@ -115,6 +118,12 @@ def test_a_wrong_value_is_refused_with_the_settings_own_sentence() -> None:
         component(lag_threshold="16 potatoes")._settings.without_source()
     with pytest.raises(SettingError, match="name is 'a-b', but it takes letters"):
         _ = component(name="a-b")._settings
+
+
+def test_a_translator_may_be_a_template_variable() -> None:
+    ours = PgwalTranslator()
+    made = PostgresCdcComponent.resolve_from_yaml("translator: '{{ ours }}'", scope={"ours": ours})
+    assert made.translator is ours
 
 
 def test_a_template_that_gives_nothing_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
+import dagster as dg
 import pytest
 
 from pgwal_pipeline.components.published import PublishedLake
-from pgwal_pipeline.components.resources import LakeSpark, ReplicationSlot, SourceSettings
+from pgwal_pipeline.components.resources import LakeSpark, ReplicationSlot, SourceSettings, resource_with
 from pgwal_pipeline.messages.errors import SettingError
 
 pytestmark = pytest.mark.usefixtures("no_settings")
@@ -33,3 +34,18 @@ def test_what_reads_the_lake_goes_by_the_source(monkeypatch: pytest.MonkeyPatch)
     assert PublishedLake.of_source(source).settings.spark_master == "local[3]"
     assert LakeSpark.of_source(source)._settings().spark_master == "local[3]"
     assert PublishedLake(lake="/other").settings.lake == "/other"
+
+
+def test_assets_take_what_a_source_provides_by_its_type() -> None:
+    source, found = SourceSettings({"PGWAL_LAKE": "/of/source", "PGWAL_SPARK_CONF": '{"key": "hidden"}'}), []
+
+    @dg.asset
+    def mart(shop_lake: PublishedLake, shop_spark: LakeSpark) -> None:
+        found.append((shop_lake.settings.lake, shop_spark._settings().spark_conf))
+
+    resources = {
+        "shop_lake": resource_with("The lake.", lambda: PublishedLake.of_source(source)),
+        "shop_spark": resource_with("Spark.", lambda: LakeSpark.of_source(source)),
+    }
+    assert dg.materialize([mart], resources=resources).success
+    assert found == [("/of/source", {"key": "hidden"})]
