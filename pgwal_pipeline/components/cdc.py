@@ -156,7 +156,8 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
 
     def _definitions(self, tables: tuple[KnownTable, ...]) -> dg.Definitions:
         source = self._source(tables)
-        refuse_shared_keys(source.assets, tables)
+        if self._translates:
+            refuse_shared_keys(source.assets, tables)
         steps = Steps.of(source)
         jobs, graph = build_jobs(source, steps), steps.in_graph()
         return dg.Definitions(

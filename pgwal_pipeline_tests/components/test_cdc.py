@@ -258,6 +258,12 @@ def test_a_translator_in_python(shop: None, tmp_path: Path) -> None:
         check_medals(definitions)
 
 
+def test_one_key_for_two_assets_is_refused(shop: None, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="cdc") as found, project(tmp_path, {"cdc": {"translation": {"key": "{{ table.name }}"}}}):
+        pass
+    assert "the same key, " in str(found.value.__cause__)
+
+
 def test_python_makes_the_same_definitions(shop: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOP_DSN", NOBODY)
     attributes = {"name": "shop", "lake": str(tmp_path / "shop"), "owners": ["team:data"]}
