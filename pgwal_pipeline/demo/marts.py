@@ -17,7 +17,13 @@ GROUP = "marts"
 CUSTOMERS, INVENTORY, LINES, ORDERS, PAYMENTS, PRODUCTS = (
     dg.AssetKey(["current", "shop", name]) for name in ("customers", "inventory", "order_lines", "orders", "payments", "products")
 )
-WHEN_CHANGED = dg.AutomationCondition.eager()
+# `eager()` would miss a publish that comes while a mart is being made, until the next one: it takes the run's end for an answer to it.
+WHEN_CHANGED = (
+    dg.AutomationCondition.any_deps_match(dg.AutomationCondition.newly_updated()).since(dg.AutomationCondition.newly_requested())
+    & ~dg.AutomationCondition.any_deps_missing()
+    & ~dg.AutomationCondition.any_deps_in_progress()
+    & ~dg.AutomationCondition.in_progress()
+)
 _TIDY_EVERY = 50  # versions of a table, after which its small files are joined
 
 

@@ -11,8 +11,9 @@ import psycopg2
 import psycopg2.errors
 import pytest
 
-from pgwal_pipeline import PublishedLake
+from pgwal_pipeline import PublishedLake, definitions
 from pgwal_pipeline.components.resources import LakeSpark
+from pgwal_pipeline.demo import definitions as demo_definitions
 from pgwal_pipeline.demo import marts
 from pgwal_pipeline.demo.shop import seed
 from pgwal_pipeline.demo.workload import DEEDS
@@ -167,6 +168,47 @@ def test_a_check_fails_when_a_mart_is_wrong(shop: Shop, spark: Any) -> None:
         spark.sql(f"DELETE FROM delta.`{marts.path_of(shop.lake, name)}` WHERE {rows}")
     failed = {name for name, passed in shop.materialize(marts.revenue_by_day, marts.order_history).items() if not passed}
     assert failed == {"is_the_sum_of_payments", "ends_where_the_orders_stand"}
+
+
+def test_no_publish_is_missed_while_a_mart_is_made() -> None:
+    """By Dagster's own evaluation: one run for a publish of several tables, and one more for those that came meanwhile."""
+    tables = [marts.CUSTOMERS, marts.ORDERS]
+    found = dg.Definitions(assets=[marts.customers_with_open_orders], resources={"lake": PublishedLake()})
+    key = marts.customers_with_open_orders.key
+    with dagster_instance() as instance:
+        cursor = None
+
+        def asked(*updated: dg.AssetKey) -> int:
+            nonlocal cursor
+            for asset in updated:
+                instance.report_runless_asset_event(dg.AssetMaterialization(asset))
+            ticked = dg.evaluate_automation_conditions(found, instance=instance, cursor=cursor)
+            cursor = ticked.cursor
+            return ticked.total_requested
+
+        assert asked(*tables) == 0, "the first look"
+        assert asked(*tables) == 1
+        assert asked(key) == 0
+        assert asked(*tables) == 1
+        assert asked(marts.ORDERS, key) == 1, "published while it was made"
+        assert asked(key) == 0
+        assert asked() == 0
+        assert asked(marts.PAYMENTS) == 0, "another table's"
+
+
+def test_only_the_demo_has_marts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    for name, value in {
+        "PGWAL_LAKE": str(tmp_path),
+        "DAGSTER_HOME": str(tmp_path),
+        "PGWAL_SOURCE_DSN": "postgresql://127.0.0.1:1/none",
+    }.items():
+        monkeypatch.setenv(name, value)
+    keys = {asset.key for asset in marts.MARTS}
+    of_demo = demo_definitions.defs().get_repository_def()
+    assert keys <= of_demo.asset_graph.get_all_asset_keys()
+    assert not keys & definitions.defs().get_repository_def().asset_graph.get_all_asset_keys()
+    (sensor,) = (found for found in of_demo.sensor_defs if found.name == "default_automation_condition_sensor")
+    assert sensor.default_status == dg.DefaultSensorStatus.RUNNING
 
 
 def _read(shop: Shop, name: str) -> list[Any]:
