@@ -96,7 +96,7 @@ def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[Dra
     except ValueError as error:
         raise dg.Failure(f"{error}.", allow_retries=False) from None
     ledger = Ledger(Lake(slot.settings.lake))
-    done = next((window for window in ledger.windows() if window.key == key and window.state == "complete"), None)
+    done = next((window for window in ledger.windows(end - 1) if window.key == key and window.state == "complete"), None)
     frontier = ledger.frontier()
     if frontier is not None and end <= frontier:
         # A run that died may have left the slot unconfirmed, and the sensor asks for this window until the slot is confirmed.
@@ -129,7 +129,7 @@ def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[Dra
 def _drained_meanwhile(context: StepContext, ledger: "Ledger", end: int) -> bool:
     """Return whether the window that contains `end` was drained after this run was requested."""
     record = context.instance.get_run_record_by_id(context.run.run_id)
-    into = next((window for window in ledger.windows() if window.start_lsn < end <= window.end_lsn), None)
+    into = next((window for window in ledger.windows(end - 1) if window.start_lsn < end), None)
     return record is not None and into is not None and into.at is not None and into.at >= record.create_timestamp
 
 
