@@ -50,12 +50,16 @@ class CdcSource:
 
     @property
     def windows(self) -> dg.DynamicPartitionsDefinition:
-        """The partitions of every raw table, one for each window."""
+        """The partitions of the jobs that drain, one for each window."""
         return wal_windows(self.name)
+
+    def windows_of(self, table: TableName) -> dg.DynamicPartitionsDefinition:
+        """Return the partitions of a raw table, one for each window in which it has rows."""
+        return wal_windows(self.name, str(table))
 
     @property
     def windows_name(self) -> str:
-        """The name of these partitions in the Dagster instance."""
+        """The name of `windows` in the Dagster instance."""
         assert self.windows.name is not None
         return self.windows.name
 
