@@ -4,7 +4,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from pgwal_pipeline import build_cdc_definitions, known_tables
+from pgwal_pipeline import build_cdc_definitions, known_tables, wal_windows
 from pgwal_pipeline.asset_specs import AssetNames, Layer
 from pgwal_pipeline.components.cdc import PostgresCdcComponent
 from pgwal_pipeline.components.resources import DSN_VARIABLE
@@ -80,18 +80,19 @@ def test_checks_of_many_tables_are_not_built_again_for_each(source: Source, tmp_
         assert {name: len(ids) for name, ids in built.items()} == {"health": 1, "equals_source": 1}
 
 
-def test_the_drain_takes_all_tables_or_none(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drain_may_be_selected_by_table(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source.sql("CREATE TABLE a (id int PRIMARY KEY)")
     source.sql("CREATE TABLE b (id int PRIMARY KEY)")
     monkeypatch.setenv(DSN_VARIABLE, source.dsn)
     with project(tmp_path, {"cdc": {}}) as definitions:
-        names = AssetNames("pgwal")
-        drain = definitions.resolve_assets_def(names.raw(TableName("public", "a")))
-        assert drain.keys == {names.raw(TableName("public", "a")), names.raw(TableName("public", "b"))}
-        assert not drain.can_subset
-        assert all(out.is_required for out in drain.op.output_defs)
-        with pytest.raises(Exception, match="can_subset=False"):
-            drain.subset_for({names.raw(TableName("public", "a"))}, None)
+        a, b = (AssetNames("pgwal").raw(TableName("public", name)) for name in ("a", "b"))
+        drain = definitions.resolve_assets_def(a)
+        assert drain.keys == {a, b}
+        assert drain.subset_for({a}, None).keys == {a}
+        assert {spec.key: spec.partitions_def for spec in drain.specs} == {
+            a: wal_windows(table="public.a"),
+            b: wal_windows(table="public.b"),
+        }
 
 
 def test_with_neither_source_nor_state_everything_loads_without_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +146,10 @@ def test_two_sources_stand_side_by_side(source: Source, tmp_path: Path, monkeypa
         raw, shop_raw = dg.AssetKey(["raw", "public", "a"]), dg.AssetKey(["shop", "raw", "public", "a"])
         assert graph.get(raw).metadata["dagster/uri"] != graph.get(shop_raw).metadata["dagster/uri"]
         windows = {graph.get(key).partitions_def for key in (raw, shop_raw)}
-        assert {made.name for made in windows if isinstance(made, dg.DynamicPartitionsDefinition)} == {"wal_windows", "shop_wal_windows"}
+        assert {made.name for made in windows if isinstance(made, dg.DynamicPartitionsDefinition)} == {
+            "wal_windows/public.a",
+            "shop_wal_windows/public.a",
+        }
         assert definitions.resolve_job_def("sync").run_tags == {"pgwal/slot": "pgwal"}
         assert definitions.resolve_job_def("shop_sync").run_tags == {"pgwal/slot": "shop.shop"}
         steps = {node.name for name in ("sync", "shop_sync") for node in definitions.resolve_job_def(name).nodes}
@@ -211,7 +215,7 @@ def check_medals(definitions: dg.Definitions) -> None:
         gold, bronze, snapshot, postgres = (dg.AssetKey([layer, f"shop_{name}"]) for layer in ("gold", "bronze", "snapshot", "source"))
         assert graph.get(gold).parent_keys == {bronze, snapshot}
         assert graph.get(bronze).parent_keys == graph.get(snapshot).parent_keys == {postgres}
-        assert graph.get(bronze).partitions_def == dg.DynamicPartitionsDefinition(name="wal_windows")
+        assert graph.get(bronze).partitions_def == wal_windows(table=str(TableName("shop", name)))
         assert isinstance(graph.get(gold).partition_mappings[bronze], dg.SpecificPartitionsPartitionMapping)
         assert {check.name for check in graph.asset_check_keys if check.asset_key == gold} == {"followed", "equals_source"}
         assert graph.get(gold).group_name == "medals"
