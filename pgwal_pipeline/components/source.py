@@ -100,7 +100,10 @@ def op_safe(specs: Sequence[dg.AssetSpec]) -> tuple[list[dg.AssetSpec], dict[dg.
     if not given:
         return list(specs), {}
     safe = [
-        spec.replace_attributes(key=given.get(spec.key, spec.key), deps=[given.get(dep.asset_key, dep.asset_key) for dep in spec.deps])
+        spec.replace_attributes(
+            key=given.get(spec.key, spec.key),
+            deps=[dg.AssetDep(given.get(dep.asset_key, dep.asset_key), partition_mapping=dep.partition_mapping) for dep in spec.deps],
+        )
         for spec in specs
     ]
     return safe, {stand_in: key for key, stand_in in given.items()}

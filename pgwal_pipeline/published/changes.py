@@ -149,7 +149,7 @@ def find_changes(
     if before is None:
         return changes(since, f"the lake has no publish at or before {format_lsn(since)} any more (PGWAL_AS_OF_RETENTION)")
     since = before.lsn
-    if since == until.lsn:
+    if since == until.lsn and not history:
         return changes(since)
     older = next((at for at in before.tables.values() if at.path == newer.path), None)
     reason = _why_unknown(ledger, state, key, before, older, newer, until, history)
