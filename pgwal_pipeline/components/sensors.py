@@ -79,7 +79,7 @@ def build_lag_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:
         required_resource_keys={source.slot_key},
     )
     def wal_lag(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        return watch_lag(context, source, jobs, getattr(context.resources, source.slot_key))
+        return watch_lag(context, source, jobs, getattr(context.resources, source.slot_key), _WATCHED)
 
     return wal_lag
 
@@ -106,7 +106,7 @@ class _Again:
     cursor: str | None
 
 
-def watch_lag(tick: Tick, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot", seconds: float = _WATCHED) -> dg.SensorResult:
+def watch_lag(tick: Tick, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot", seconds: float) -> dg.SensorResult:
     """Do as `evaluate_lag` does, and look again within the tick, for `seconds`, when a run ends or a commit gets too old meanwhile.
 
     Dagster's ticks are five seconds apart, which is half of what a change takes to `current`. Where nothing is unread the tick ends at

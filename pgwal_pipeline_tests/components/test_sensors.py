@@ -169,7 +169,7 @@ def test_a_publish_is_due_where_nothing_else_is(ticks: Ticks, slot: FakeSlot) ->
 
 def test_a_tick_looks_again_when_a_run_ends(source: CdcSource, slot: FakeSlot, instance: dg.DagsterInstance) -> None:
     jobs = build_jobs(source, Steps.of(source))
-    first = watch_lag(_Again(instance, None), source, jobs, cast(ReplicationSlot, slot))
+    first = watch_lag(_Again(instance, None), source, jobs, cast(ReplicationSlot, slot), seconds=0)
     slot.writes(2000)
     run = instance.create_run_for_job(jobs.sync, tags=source.slot_tags | process_tags(), status=dg.DagsterRunStatus.STARTED)
     threading.Timer(1.0, lambda: instance.report_run_canceled(run)).start()
