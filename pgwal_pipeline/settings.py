@@ -86,7 +86,7 @@ class Settings(BaseModel):
     publication: Annotated[str, Field(description="the publication's name, at most 63 bytes")] = "pgwal"
     tables: Annotated[str, Field(description="comma-separated schema.table globs such as shop.*,public.orders")] = "*.*"
     lag_threshold: Annotated[Size, Field(ge=0, description="a size such as 16MB")] = 16 << 20
-    max_staleness: Annotated[Duration, Field(ge=0, description="a duration such as 60s")] = 60.0
+    max_staleness: Annotated[Duration, Field(ge=0, description="a duration such as 10s")] = 10.0
     busy_timeout: Annotated[Duration, Field(ge=0, description="a duration such as 60s")] = 60.0
     blocked_timeout: Annotated[Duration, Field(ge=0, description="a duration such as 10min")] = 600.0
     catchup_threshold: Annotated[Size, Field(ge=0, description="a size such as 1GB")] = 1 << 30

@@ -10,12 +10,13 @@ from pgwal_pipeline.lake.ledger import Ledger, Publish, TableState
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.pipeline.publish import may_be_merged
 from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePublish
-from pgwal_pipeline.postgres import catalog, copies, slot
+from pgwal_pipeline.postgres import catalog, copies, peek, slot
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.spark.session import engine_status
 from pgwal_pipeline.values.lsn import format_lsn, window_key
 from pgwal_pipeline.values.relation import quote_ident
+from pgwal_pipeline.values.xid import Snapshot
 
 _TABLES_AT_ONCE = 16  # tables whose Delta logs are read side by side
 
@@ -41,6 +42,15 @@ def lag(settings: Settings) -> LagReading:
         wal_status=None if state is None else state.wal_status,
         safe_wal_size=None if state is None else state.safe_wal_size,
     )
+
+
+def has_changes(settings: Settings, since: str) -> bool:
+    """Return whether the slot's backlog may have a change of a followed table. `since` is the result of `pg_current_snapshot()` before it.
+
+    Meant for a short backlog, as the server decodes it.
+    """
+    with connect(settings.dsn) as conn:
+        return peek.has_changes(conn, settings.slot, settings.publication, Snapshot.parse(since))
 
 
 def publish_due(ledger: Ledger) -> bool:
