@@ -43,12 +43,12 @@ def group_marks(page: Page) -> dict[str, dict[str, int]]:
     found = {}
     for box in boxes.all():
         marks = [(_MARK.search(tag.get_attribute("style") or ""), tag.inner_text()) for tag in box.locator(".BaseTag").all()]
-        found[box.inner_text().split("\n")[0]] = {mark[1]: int(text) for mark, text in marks if mark is not None}
+        found[box.locator("[data-tooltip]").first.inner_text()] = {mark[1]: int(text) for mark, text in marks if mark is not None}
     return found
 
 
 def text_of(page: Page, path: str, awaited: str) -> str:
-    """All text of a page, once it has `awaited` in it."""
+    """All text of a page, also what is cut off to fit, once it has `awaited` in it."""
     page.goto(path)
-    page.get_by_text(awaited).first.wait_for()
-    return page.locator("body").inner_text()
+    page.wait_for_function("text => document.body.textContent.includes(text)", arg=awaited)
+    return page.locator("body").text_content() or ""

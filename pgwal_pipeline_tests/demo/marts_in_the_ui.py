@@ -35,7 +35,7 @@ def await_marts(address: str) -> None:
 
 
 def look_at_marts(address: str) -> None:
-    """See that no mart is marked as wrong, that its run began by itself, and what Postgres's comments say. Nothing without a browser."""
+    """See that no mart is marked as wrong, and what Postgres's comments say. Nothing without a browser."""
     if find_browser() is None:
         return
     with opened(address) as page:
@@ -46,7 +46,6 @@ def look_at_marts(address: str) -> None:
             return found == {"green": len(marts.MARTS)}
 
         wait_for(all_made, seconds=SECONDS, pause=0.5, what="a moment without a run")
-        assert "default_automation_condition_sensor" in text_of(page, "/runs", "default_automation_condition_sensor")
         said = text_of(page, "/assets/current/shop/payments", "what was paid back is negative")
         assert "Its day (UTC) is the day of the revenue." in said
         assert "revenue_by_day" in said
