@@ -13,16 +13,18 @@ from pgwal_pipeline import known_tables
 from pgwal_pipeline.asset_specs import AssetNames, AssetSpecs
 from pgwal_pipeline.components.checks import build_health_check
 from pgwal_pipeline.components.dagster_internals import loading, state_is_missing
+from pgwal_pipeline.components.environment import DSN_VARIABLE, settings_for, settings_without_source
 from pgwal_pipeline.components.jobs import Steps, build_jobs
 from pgwal_pipeline.components.observations import build_source_assets
 from pgwal_pipeline.components.published import PublishedLake
-from pgwal_pipeline.components.resources import DSN_VARIABLE, LakeSpark, ReplicationSlot, settings_for, settings_without_source
+from pgwal_pipeline.components.resources import LakeSpark, ReplicationSlot
 from pgwal_pipeline.components.sensors import build_lag_sensor, build_new_table_sensor, build_schedules
 from pgwal_pipeline.components.source import CdcSource
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.values.catalog_name import CatalogPattern
 
 _log = logging.getLogger("dagster.pgwal_pipeline")
 
@@ -89,9 +91,9 @@ class PostgresCdcComponent(dg.StateBackedComponent, dg.Resolvable):
 
     def _source(self, tables: tuple[KnownTable, ...]) -> CdcSource:
         settings = settings_without_source(self.settings)
-        specs = AssetSpecs(
-            AssetNames(settings.slot, tuple(self.key_prefix)), Lake(settings.lake), tuple(self.owners), _slot_fails_after(settings)
-        )
+        catalog = None if settings.spark_catalog is None else CatalogPattern.parse(settings.spark_catalog)
+        names = AssetNames(settings.slot, tuple(self.key_prefix))
+        specs = AssetSpecs(names, Lake(settings.lake), tuple(self.owners), _slot_fails_after(settings), catalog)
         return CdcSource(self.name, settings, specs, tables)
 
     def _resources(self, source: CdcSource) -> dict[str, dg.ConfigurableResource]:

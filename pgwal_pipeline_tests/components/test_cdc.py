@@ -5,7 +5,8 @@ import pytest
 
 from pgwal_pipeline import known_tables
 from pgwal_pipeline.asset_specs import AssetNames
-from pgwal_pipeline.components.resources import DSN_VARIABLE, ReplicationSlot
+from pgwal_pipeline.components.environment import DSN_VARIABLE
+from pgwal_pipeline.components.resources import ReplicationSlot
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.components.projects import project
 from pgwal_pipeline_tests.support import Source

@@ -1,6 +1,6 @@
 import pytest
 
-from pgwal_pipeline.components.resources import settings_for, settings_without_source
+from pgwal_pipeline.components.environment import settings_for, settings_without_source
 from pgwal_pipeline.messages.errors import SettingError
 
 pytestmark = pytest.mark.usefixtures("no_settings")
