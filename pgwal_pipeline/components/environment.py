@@ -1,42 +1,38 @@
-"""Read the settings of a source from the environment, with a component's own over them."""
+"""The settings of one source: those of the environment, with what its component was given over them."""
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pgwal_pipeline.messages.errors import SettingError
-from pgwal_pipeline.settings import PREFIX, Settings
+from pgwal_pipeline.settings import Settings
 
 DSN_VARIABLE = "PGWAL_SOURCE_DSN"
 
 
-def settings_for(overrides: Mapping[str, str], dsn_variable: str = DSN_VARIABLE) -> Settings:
-    """Read the settings from the environment, with `overrides` (by setting, such as `slot`) and the DSN from `dsn_variable`.
+@dataclass(frozen=True)
+class SourceSettings:
+    """The settings of one source: `given` to its component, as `PGWAL_*` variables, over those of the environment.
 
-    The DSN cannot be an override, because the UI shows what is in definitions. Raises SettingError, also if a `dsn_variable` other than the
-    default is not set: falling back on PGWAL_SOURCE_DSN would read the wrong source.
+    `unset` are the variables from which its DSN was to come, if they have none. They may hold secrets, so no configuration of a resource
+    holds them, which the UI would show: each process that loads the definitions makes them again.
     """
-    environment = dict(os.environ)
-    if dsn_variable != DSN_VARIABLE:
-        if not environment.get(dsn_variable):
+
+    given: Mapping[str, str] = field(default_factory=dict, repr=False)
+    unset: tuple[str, ...] = ()
+
+    def whole(self) -> Settings:
+        """Return the settings. Raises SettingError, also if the component names variables for the DSN that are not set.
+
+        Falling back on PGWAL_SOURCE_DSN would then read the wrong source.
+        """
+        if self.unset:
             raise SettingError(
-                f"{dsn_variable} is not set; it takes the source's libpq string or URI, such as postgresql://user@host/database."
+                f"{' and '.join(self.unset)} is not set; it takes the source's libpq string or URI, such as "
+                "postgresql://user@host/database."
             )
-        environment[DSN_VARIABLE] = environment[dsn_variable]
-    return Settings.from_environment(environment | _as_variables(overrides))
+        return Settings.from_environment(os.environ | self.given)
 
-
-def settings_without_source(overrides: Mapping[str, str]) -> Settings:
-    """Read the settings as `settings_for` does, but without a DSN: definitions also load without a source. Raises SettingError."""
-    environment = {name: value for name, value in os.environ.items() if name != DSN_VARIABLE}
-    return Settings.from_environment(environment | _as_variables(overrides))
-
-
-def _as_variables(overrides: Mapping[str, str]) -> dict[str, str]:
-    for name in overrides:
-        if name == "source_dsn":
-            raise SettingError(
-                "The DSN must not be in defs.yaml, where the UI shows it: set dsn_variable to the name of the variable that holds it."
-            )
-        if name not in Settings.model_fields:
-            raise SettingError(f"{PREFIX}{name.upper()} takes no value: there is no such setting.")
-    return {PREFIX + name.upper(): value for name, value in overrides.items()}
+    def without_source(self) -> Settings:
+        """Return the settings without a DSN: definitions also load without a source. Raises SettingError."""
+        return Settings.from_environment({name: value for name, value in (os.environ | self.given).items() if name != DSN_VARIABLE})

@@ -1,13 +1,14 @@
-"""The two resources of runs, sensors and schedules: the slot with its source, and Spark."""
+"""The resources of runs, sensors and schedules: the slot with its source, and Spark."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 import dagster as dg
 from dagster_pyspark import LazyPySparkResource
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
-from pgwal_pipeline.components.environment import DSN_VARIABLE, settings_for, settings_without_source
+from pgwal_pipeline.components.environment import SourceSettings
 from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.relation import TableName
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
     from pgwal_pipeline.pipeline.reports import DrainReport, LagReading
 
 
-class ReplicationSlot(dg.ConfigurableResource):
+@dataclass(frozen=True)
+class ReplicationSlot:
     """The slot and the publication on the source. Dagster code reads and changes them only through this resource."""
 
-    dsn_variable: str = Field(DSN_VARIABLE, description="The environment variable that holds the source's DSN.")
-    overrides: dict[str, str] = Field(default={}, description="Settings that override the environment's, such as {'slot': 'shop'}.")
+    source: SourceSettings = field(default_factory=SourceSettings)
 
     @property
     def settings(self) -> Settings:
         """The settings of this source. Raises SettingError naming the variable that is wrong or missing."""
-        return settings_for(self.overrides, self.dsn_variable)
+        return self.source.whole()
 
     def lag(self) -> "LagReading":
         """Return how far the slot is behind. Cheap: nothing is decoded. Raises SourceUnavailable while the source is away."""
@@ -64,9 +65,14 @@ class LakeSpark(LazyPySparkResource):
     """The Spark session for the lake, with Delta, the lake's storage and PGWAL_SPARK_* set up. Made at its first use, once a process."""
 
     spark_config: dict[str, Any] = Field(default={}, description="Further Spark settings; they override PGWAL_SPARK_CONF.")
-    overrides: dict[str, str] = Field(
-        default={}, description="Settings that override the environment's, such as {'spark_master': 'local[2]'}."
-    )
+    _source: SourceSettings = PrivateAttr(default_factory=SourceSettings)
+
+    @classmethod
+    def of_source(cls, source: SourceSettings) -> Self:
+        """Return the resource with the settings of `source`."""
+        made = cls()
+        made._source = source
+        return made
 
     def start(self) -> None:
         """Start the warm engine without waiting for it, where sessions are in one. It gets ready beside other work."""
@@ -84,9 +90,14 @@ class LakeSpark(LazyPySparkResource):
         return self._spark_session
 
     def _settings(self) -> Settings:
-        settings = settings_without_source(self.overrides)
+        settings = self._source.without_source()
         more = {name: str(value) for name, value in self.spark_config.items()}
         return settings.model_copy(update={"spark_conf": settings.spark_conf | more})
 
     def _init_session(self) -> None:
         self.session()
+
+
+def resource_with(description: str, make: Callable[[], Any]) -> dg.ResourceDefinition:
+    """Return the definition of a resource that `make` makes in each run and tick. The UI shows the description alone."""
+    return dg.ResourceDefinition(lambda _: make(), description=description)
