@@ -7,7 +7,7 @@ from rich.console import Console
 
 from bench.report import RESULTS, Result, save, show
 
-NAMES = ("drain", "tables", "memory", "publish", "snapshot", "first_reading", "catch_up", "windows", "latency", "help")
+NAMES = ("drain", "tables", "memory", "publish", "snapshot", "first_reading", "catch_up", "windows", "latency", "published", "help")
 
 
 @click.command()
@@ -21,7 +21,8 @@ def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
     rows and one of 1 million. publish: 100,000 changed keys into a million rows, against a hand-written MERGE. snapshot: 3 million rows,
     against COPY. first_reading: 1,000 tables of 100 rows, and 300. catch_up: 2 GB of WAL in one, two and three windows, one round. windows:
     a drain, a publish and a status after 10 windows and after 10,000. latency: from a commit to `current` under `dagster dev`, 400 changes
-    a second for five minutes, with the defaults and with PGWAL_MAX_STALENESS=1s. help: the time of `pgwal --help`.
+    a second for five minutes, with the defaults and with PGWAL_MAX_STALENESS=1s. published: the changes of 100,000 keys of 10
+    million rows, and scans of that table against plain ones. help: the time of `pgwal --help`.
     """
     console = Console()
     for name in names or NAMES:
@@ -72,6 +73,10 @@ def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:
             from bench.latency import commit_to_visible
 
             return lambda: commit_to_visible(max(300 * scale, 30.0), ({}, {"PGWAL_MAX_STALENESS": "1s"}))
+        case "published":
+            from bench.published import against_plain_readers
+
+            return lambda: against_plain_readers(size(10_000_000), size(100_000), rounds)
         case _:
             from bench.startup import help_text
 

@@ -3,15 +3,18 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import dagster as dg
 
 from pgwal_pipeline.known_tables import KnownTable
-from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.printable import code_span, distinct, plain_markdown, printable
+from pgwal_pipeline.values.catalog_name import CatalogPattern
 from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
 from pgwal_pipeline.values.relation import TableName
+
+if TYPE_CHECKING:
+    from pgwal_pipeline.lake.layout import Lake
 
 Layer = Literal["source", "raw", "snapshot", "current"]
 
@@ -89,9 +92,10 @@ class AssetSpecs:
     """Builds the specs of one source's assets from the known tables."""
 
     names: AssetNames
-    lake: Lake
+    lake: "Lake"
     owners: Sequence[str] = ()
     slot_fails_after: timedelta = timedelta(minutes=30)
+    catalog: CatalogPattern | None = None
 
     def slot(self, publication: str) -> dg.AssetSpec:
         """Return the slot's spec. It is kept fresh while commits are read and published in time, also if there are none.
@@ -194,7 +198,8 @@ class AssetSpecs:
                 self.lake.current(known.location),
                 _lake_schema(known, _CURRENT_COLUMNS),
                 {name: [raw, snapshot] for name in _names(known)},
-            ),
+            )
+            | ({} if self.catalog is None else {"dagster/table_name": str(self.catalog.of(known.table))}),
         )
 
 

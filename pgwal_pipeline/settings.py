@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from pgwal_pipeline.messages.errors import SettingError
+from pgwal_pipeline.values.catalog_name import CatalogPattern
 
 PREFIX = "PGWAL_"
 
@@ -109,6 +110,16 @@ class Settings(BaseModel):
         BeforeValidator(_parse_conf),
         Field(description='a JSON object of Spark settings such as {"spark.driver.memory": "4g"}'),
     ] = Field(default_factory=dict)
+
+    spark_catalog: Annotated[
+        str | None,
+        Field(description="a catalog and a schema pattern, of letters, digits, - and _, such as spark_catalog.lake_{schema}"),
+    ] = None
+
+    @field_validator("spark_catalog")
+    @classmethod
+    def _catalog_pattern(cls, value: str | None) -> str | None:
+        return value if value is None or CatalogPattern.parse(value) else None
 
     @field_validator("publication")
     @classmethod

@@ -14,7 +14,7 @@ import dagster as dg
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from pgwal_pipeline.components.resources import SourceSettings
+from pgwal_pipeline.components.environment import SourceSettings
 from pgwal_pipeline.messages.errors import SettingError
 from pgwal_pipeline.settings import PREFIX, Settings, parse_duration, parse_size
 

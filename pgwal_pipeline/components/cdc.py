@@ -23,10 +23,11 @@ from pgwal_pipeline.components.dagster_internals import (
     loading,
     state_is_missing,
 )
+from pgwal_pipeline.components.environment import SourceSettings
 from pgwal_pipeline.components.jobs import Steps, build_jobs
 from pgwal_pipeline.components.observations import build_source_assets
 from pgwal_pipeline.components.published import PublishedLake
-from pgwal_pipeline.components.resources import LakeSpark, ReplicationSlot, SourceSettings, resource_with
+from pgwal_pipeline.components.resources import LakeSpark, ReplicationSlot, resource_with
 from pgwal_pipeline.components.scaffolder import CdcScaffolder
 from pgwal_pipeline.components.sensors import build_lag_sensor, build_new_table_sensor, build_schedules
 from pgwal_pipeline.components.source import CdcSource
@@ -35,6 +36,7 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import PgwalError, SettingError
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.translator import CdcTable, PgwalTranslator, refuse_shared_keys, translated
+from pgwal_pipeline.values.catalog_name import CatalogPattern
 
 _log = logging.getLogger("dagster.pgwal_pipeline")
 
@@ -136,7 +138,9 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
     def _source(self, tables: tuple[KnownTable, ...]) -> CdcSource:
         settings = self._settings.without_source()
         prefix = tuple(self.key_prefix) if self.key_prefix is not None else (self.name,) if self.name else ()
-        specs = AssetSpecs(AssetNames(settings.slot, prefix), Lake(settings.lake), tuple(self.owners), _slot_fails_after(settings))
+        catalog = None if settings.spark_catalog is None else CatalogPattern.parse(settings.spark_catalog)
+        names, owners = AssetNames(settings.slot, prefix), tuple(self.owners)
+        specs = AssetSpecs(names, Lake(settings.lake), owners, _slot_fails_after(settings), catalog)
         if self._translates:
             specs = translated(specs, _OfComponent(self), tables)
         return CdcSource(self.name, settings, specs, tables)

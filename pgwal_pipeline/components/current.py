@@ -120,6 +120,7 @@ def _observe(
         "published_tables": sum(table.version is not None for table in report.tables.values()),
         "merged_rows": sum(table.rows_changed or 0 for table in report.tables.values()),
         "failed_tables": len(report.errors),
+        **({"unregistered_tables": len(report.unregistered)} if report.unregistered else {}),
         **{f"{stage}_seconds": round(seconds, 3) for stage, seconds in report.seconds.items()},
     }
     more: dict[str, dg.MetadataValue] = {}
@@ -188,14 +189,15 @@ def _recorded_versions(context: StepContext, keys: Iterable[dg.AssetKey]) -> dic
 
 
 def _result(source: CdcSource, report: PublishReport, table: TableName, version: str, *, whole: bool) -> dg.MaterializeResult:
-    metadata = _metadata(report, report.tables[table], whole=whole)
+    metadata = _metadata(report, table, whole=whole)
     return dg.MaterializeResult(asset_key=source.names.current(table), metadata=metadata, data_version=dg.DataVersion(version))
 
 
-def _metadata(report: PublishReport, publish: TablePublish, *, whole: bool) -> dict[str, Any]:
+def _metadata(report: PublishReport, table: TableName, *, whole: bool) -> dict[str, Any]:
     """Return a table's metadata. Only a `whole` publish, of all tables, has its time from the ledger."""
     from pgwal_pipeline.lake.current import row_count
 
+    publish = report.tables[table]
     metadata: dict[str, Any] = {_VERSION: publish.version}
     if publish.version is not None:
         with suppress(LakeError):  # damaged since the merge; the table's next publish reports it
@@ -204,4 +206,6 @@ def _metadata(report: PublishReport, publish: TablePublish, *, whole: bool) -> d
         metadata["pgwal/rows_changed"] = publish.rows_changed
     if report.lsn is not None:
         metadata["pgwal/published_lsn"] = format_lsn(report.lsn)
+    if table in report.unregistered:
+        metadata["pgwal/not_in_catalog"] = report.unregistered[table]
     return metadata | visible_metadata(publish.newest, report.published_at if whole else None)

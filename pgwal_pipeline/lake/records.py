@@ -248,6 +248,26 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Registration:
+    """What the catalog of PGWAL_SPARK_CATALOG has of the table at `location`.
+
+    `name` is its entry there, None if there is none. `target` tells that catalog from any other, `tried` what was wanted when it was last
+    tried (the name and what the table was built on), and `comments` which comments; all three are digests. `error` says why the last try
+    failed, `failures` how often it did in a row, and `retry_at` when it is tried again.
+    """
+
+    location: TableName
+    name: str | None
+    target: str
+    tried: str
+    comments: str | None = None
+    error: str | None = None
+    failures: int = 0
+    retry_at: datetime | None = None
+    at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """The database that a lake is built from, with the publication and the slot.
 

@@ -14,6 +14,7 @@ from pgwal_pipeline.lake.records import (
     FileWrite,
     Plan,
     Publish,
+    Registration,
     Source,
     TablePointer,
     TableState,
@@ -128,6 +129,19 @@ PUBLISHES = pa.schema(
         ("lsn", pa.int64()),
         ("published_at", _MOMENT),
         ("tables", pa.map_(pa.string(), pa.struct([("path", pa.string()), ("version", pa.int64())]))),
+    ]
+)
+REGISTRATIONS = pa.schema(
+    [
+        ("location", pa.string()),
+        ("name", pa.string()),
+        ("target", pa.string()),
+        ("tried", pa.string()),
+        ("comments", pa.string()),
+        ("error", pa.string()),
+        ("failures", pa.int64()),
+        ("retry_at", _MOMENT),
+        ("at", _MOMENT),
     ]
 )
 
@@ -308,6 +322,17 @@ def publishes(rows: pa.Table, lake: Lake) -> list[Publish]:
         )
         for row in _records(rows)
     ]
+
+
+def registration_rows(registrations: Iterable[Registration], now: datetime) -> pa.Table:
+    """Return registrations as rows of REGISTRATIONS."""
+    found = [_fields(one) | {"location": str(one.location), "at": one.at or now} for one in registrations]
+    return pa.Table.from_pylist(found, REGISTRATIONS)
+
+
+def registrations(rows: pa.Table) -> list[Registration]:
+    """Return the registrations in `rows`, in their order."""
+    return [Registration(**_known(Registration, row, location=TableName.parse(row["location"]))) for row in _records(rows)]
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -122,7 +122,13 @@ def _changes_content(path: str, version: int) -> bool:
     if not columns:
         return False
     before = open_current(path, version - 1)
-    return before is None or Schema.from_json(columns[-1]) != before.schema()
+    return before is None or _columns(Schema.from_json(columns[-1])) != _columns(before.schema())
+
+
+def _columns(schema: Schema) -> list[dict[str, object]]:
+    """The columns without their comments, which are no content."""
+    fields = [json.loads(field.to_json()) for field in schema.fields]
+    return [field | {"metadata": {name: value for name, value in field["metadata"].items() if name != "comment"}} for field in fields]
 
 
 def _split(path: str) -> tuple[str, str]:

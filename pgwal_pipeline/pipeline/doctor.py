@@ -10,6 +10,7 @@ from pgwal_pipeline.lake.layout import Lake, require_writable
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.messages.errors import PgwalError, SettingError, SlotLost
 from pgwal_pipeline.pipeline.bootstrap import require_agreement
+from pgwal_pipeline.pipeline.registration import failing
 from pgwal_pipeline.postgres import health
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
@@ -48,6 +49,8 @@ def examine(environment: Mapping[str, str]) -> list[Check]:
     if all(check.ok for check in checks):  # else a check above has already reported the cause
         checks.append(_probe("agreement", lambda: _agreement(settings)))
     checks.append(_probe("followed", lambda: _tables(settings)))
+    if settings.spark_catalog is not None:
+        checks.append(_probe("catalog", lambda: _catalog(settings)))
     checks.append(_dagster(environment.get("DAGSTER_HOME") or ".dagster"))
     remote = settings.spark_remote
     checks.append(_probe("java", _java) if remote is None else _probe("spark", lambda: _spark(remote)))
@@ -84,6 +87,20 @@ def _tables(settings: Settings) -> Check:
     reasons = " ".join(f"{name}: {reason}" for name, reason in failed.items())
     back = ", ".join(f"pgwal resnapshot '{name}'" for name in failed)
     return Check("followed", False, f"{len(failed)} in error; the others go on. {reasons}", f"Fix the cause, then run {back}.")
+
+
+def _catalog(settings: Settings) -> Check:
+    """Check that the last publishes could register every table in the catalog. Nothing else waits for that."""
+    failed = failing(settings, Ledger(Lake(settings.lake)))
+    if not failed:
+        return Check("catalog", True, f"no table is missing in {settings.spark_catalog}")
+    reasons = " ".join(f"{location}: {reason}" for location, reason in sorted(failed.items()))
+    return Check(
+        "catalog",
+        False,
+        f"{len(failed)} tables are not registered in {settings.spark_catalog}; the lake has them. {reasons}",
+        "Do what the messages say; PGWAL_SPARK_CATALOG and PGWAL_SPARK_CONF describe the catalog. Later publishes try it again.",
+    )
 
 
 def _agreement(settings: Settings) -> Check:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from pgwal_pipeline.lake.raw import TableWrite, ensure_raw_table
 from pgwal_pipeline.lake.schema import schema_json
 from pgwal_pipeline.messages.errors import LakeError, SettingError, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.messages.progress import Progress
+from pgwal_pipeline.pipeline.registration import register
 from pgwal_pipeline.pipeline.reports import NewestCommit, PublishReport, TablePublish
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.settings import Settings
@@ -69,6 +70,8 @@ def publish(
     `error`, and the others are published; raw has its changes, so later publishes try it again, after pauses that grow. With `tables` only
     those are merged and no publish is recorded, as its tables must all be at one LSN; the next full publish records them.
 
+    Last the tables are registered in the catalog of PGWAL_SPARK_CATALOG, if it is set.
+
     Raises SlotBusy if another publish runs for longer than PGWAL_BUSY_TIMEOUT.
     """
     with alone(settings):
@@ -113,12 +116,17 @@ def _publish(
         last = Publish(lsn=frontier, published_at=datetime.now(UTC), tables=pointers)
         ledger.record_publish(last)
         failpoints.hit("publish.after_record")
+    unregistered: Mapping[TableName, str] = {}
+    if tables is None and last is not None:
+        unregistered, told = register(settings, ledger, last, spark_factory)
+        warnings += told
     return PublishReport(
         lsn=None if last is None else last.lsn,
         published_at=None if last is None else last.published_at,
         tables=_table_reports(works, outcomes, pointers, errors) | _in_error(ledger),
         warnings=tuple(warnings),
         seconds={"session": session_seconds, "publish": time.perf_counter() - started - session_seconds},
+        unregistered=unregistered,
     )
 
 

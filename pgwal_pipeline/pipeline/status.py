@@ -13,7 +13,6 @@ from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePubl
 from pgwal_pipeline.postgres import catalog, copies, peek, slot
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline.spark.session import engine_status
 from pgwal_pipeline.values.lsn import format_lsn, window_key
 from pgwal_pipeline.values.relation import quote_ident
 from pgwal_pipeline.values.xid import Snapshot
@@ -81,6 +80,8 @@ def status(settings: Settings) -> dict[str, Any]:
 
     `windows` is there only while a backlog is being caught up.
     """
+    from pgwal_pipeline.spark.session import engine_status
+
     lake = Lake(settings.lake)
     ledger = Ledger(lake)
     frontier = ledger.frontier()

@@ -7,7 +7,7 @@ import pytest
 from pgwal_pipeline import build_cdc_definitions, known_tables, wal_windows
 from pgwal_pipeline.asset_specs import AssetNames, Layer
 from pgwal_pipeline.components.cdc import PostgresCdcComponent
-from pgwal_pipeline.components.resources import DSN_VARIABLE
+from pgwal_pipeline.components.environment import DSN_VARIABLE
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import SettingError
 from pgwal_pipeline.settings import Settings

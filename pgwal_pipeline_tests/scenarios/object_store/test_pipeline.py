@@ -26,6 +26,7 @@ from pgwal_pipeline.pipeline.as_of import find_publish
 from pgwal_pipeline.pipeline.doctor import examine
 from pgwal_pipeline.pipeline.status import status
 from pgwal_pipeline.pipeline.verify import verify
+from pgwal_pipeline.published.state import open_state
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.spark.session import spark_session
 from pgwal_pipeline.values.lsn import format_lsn
@@ -107,6 +108,27 @@ def assert_current(pipeline: Pipeline) -> None:
         assert sorted(frame.rows()) == rows(pipeline.source, table)
 
 
+def assert_readers_agree(pipeline: Pipeline, since: str, session: Any) -> None:
+    """Each reader of the newest state has the source's rows, and the changes since `since` lead to them."""
+    older, state = open_state(pipeline.settings, since), open_state(pipeline.settings)
+    now = {
+        "polars": state.polars("public.a").select("id", "v").collect().rows(),
+        "arrow": [(row["id"], row["v"]) for row in state.arrow("public.a", ["id", "v"]).to_pylist()],
+        "duckdb": state.duckdb(["public.a"]).sql("SELECT id, v FROM public.a").fetchall(),
+        **({} if session is None else {"spark": [tuple(row) for row in state.spark("public.a", session).select("id", "v").collect()]}),
+    }
+    assert {reader: sorted(found) for reader, found in now.items()} == dict.fromkeys(now, rows(pipeline.source, "a"))
+    changes = state.changes("public.a", since=older)
+    assert not changes.complete, changes.reason
+    for found in (changes.arrow().to_pylist(), *([] if session is None else [[row.asDict() for row in changes.spark(session).collect()]])):
+        held = dict(older.polars("public.a").select("id", "v").collect().rows())
+        held |= {row["id"]: row["v"] for row in found if row["_pgwal_change"] != "delete"}
+        for row in found:
+            if row["_pgwal_change"] == "delete":
+                del held[row["id"]]
+        assert sorted(held.items()) == rows(pipeline.source, "a")
+
+
 def assert_raw_once(pipeline: Pipeline) -> None:
     """Raw has no change twice and every change that was counted, window by window."""
     counted = 0
@@ -145,6 +167,7 @@ def test_the_commands(connect: bool, place: Place, pipeline: Pipeline, tmp_path:
     assert second["changes"] > 10
     assert_current(pipeline)
     assert commands.json("as-of", first["publish"]["lsn"])["lsn"] == first["publish"]["lsn"]
+    assert_readers_agree(pipeline, first["publish"]["lsn"], spark_session(pipeline.settings) if connect else None)
     status = commands.json("status")
     assert status["tables"]["public.a"]["rows"] == 100
     assert status["tables"]["public.a"]["current_path"].startswith("s3://lakes/")
