@@ -7,7 +7,7 @@ from rich.console import Console
 
 from bench.report import RESULTS, Result, save, show
 
-NAMES = ("drain", "tables", "memory", "publish", "snapshot", "first_reading", "catch_up", "latency", "help")
+NAMES = ("drain", "tables", "hash", "memory", "publish", "snapshot", "first_reading", "catch_up", "latency", "help")
 
 
 @click.command()
@@ -17,10 +17,11 @@ NAMES = ("drain", "tables", "memory", "publish", "snapshot", "first_reading", "c
 def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
     """Run the benchmarks called NAMES, or all of them.
 
-    drain: 800,000 changes, against pg_recvlogical. tables: the same changes over 50 tables and in one. memory: one transaction of 5 million
-    rows and one of 1 million. publish: 100,000 changed keys into a million rows, against a hand-written MERGE. snapshot: 3 million rows,
-    against COPY. first_reading: 1,000 tables of 100 rows, and 300. catch_up: 2 GB of WAL in one, two and three windows, one round. latency:
-    from a commit to `current` under `dagster dev`, 400 changes a second for five minutes. help: the time of `pgwal --help`.
+    drain: 800,000 changes, against pg_recvlogical. tables: the same changes over 50 tables and in one. hash: the same changes with two of
+    ten columns hashed, and without. memory: one transaction of 5 million rows and one of 1 million. publish: 100,000 changed keys into a
+    million rows, against a hand-written MERGE. snapshot: 3 million rows, against COPY. first_reading: 1,000 tables of 100 rows, and 300.
+    catch_up: 2 GB of WAL in one, two and three windows, one round. latency: from a commit to `current` under `dagster dev`, 400 changes a
+    second for five minutes. help: the time of `pgwal --help`.
     """
     console = Console()
     for name in names or NAMES:
@@ -43,6 +44,10 @@ def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:
             from bench.drains import many_tables
 
             return lambda: many_tables(size(800_000), rounds)
+        case "hash":
+            from bench.drains import with_hashes
+
+            return lambda: with_hashes(size(800_000), rounds)
         case "memory":
             from bench.memory import one_transaction
 

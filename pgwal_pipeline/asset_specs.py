@@ -1,7 +1,7 @@
 """All assets: their keys, their groups, and what the UI shows of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,7 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.printable import code_span, distinct, plain_markdown, printable
 from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
 from pgwal_pipeline.values.relation import TableName
+from pgwal_pipeline.values.table_options import TableOptions
 
 SOURCE, RAW, SNAPSHOT, CURRENT = "source", "raw", "snapshot", "current"
 
@@ -81,6 +82,7 @@ class AssetSpecs:
     lake: Lake
     owners: Sequence[str] = ()
     slot_fails_after: timedelta = timedelta(minutes=30)
+    options: TableOptions = field(default_factory=TableOptions)
 
     def slot(self, publication: str) -> dg.AssetSpec:
         """Return the slot's spec. It is kept fresh while commits are read and published in time, also if there are none.
@@ -131,7 +133,9 @@ class AssetSpecs:
                 f"Every committed change of {code_span(str(known.table))}, exactly once, in an append-only Delta table. "
                 "A partition is a window of the write-ahead log; its key is the end LSN.",
             ),
-            metadata=_stored(self.lake.raw(known.location), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}),
+            metadata=self._stored(
+                known, self.lake.raw(known.location), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}
+            ),
         )
 
     def snapshot(self, known: KnownTable) -> dg.AssetSpec:
@@ -148,7 +152,8 @@ class AssetSpecs:
                 f"The rows that {code_span(str(known.table))} had when the pipeline began to follow its changes, read in chunks while the "
                 "stream goes on. Materialize it to read the table again.",
             ),
-            metadata=_stored(
+            metadata=self._stored(
+                known,
                 self.lake.snapshot(known.location),
                 _lake_schema(known, _CURRENT_COLUMNS[1:]),
                 {name: [source] for name in _names(known)},
@@ -171,12 +176,17 @@ class AssetSpecs:
                 f"{code_span(str(known.table))} as it was in Postgres at the newest publish. "
                 "All current tables are at the same LSN: joining them shows one state of the source.",
             ),
-            metadata=_stored(
+            metadata=self._stored(
+                known,
                 self.lake.current(known.location),
                 _lake_schema(known, _CURRENT_COLUMNS),
                 {name: [raw, snapshot] for name in _names(known)},
             ),
         )
+
+    def _stored(self, known: KnownTable, path: str, schema: dg.TableSchema, lineage: Mapping[str, Sequence[dg.AssetKey]]) -> dict[str, Any]:
+        options = self.options.of(known.table).to_json()
+        return _stored(path, schema, lineage) | ({"pgwal/options": options} if options else {})
 
 
 def _described(known: KnownTable, description: str) -> str:

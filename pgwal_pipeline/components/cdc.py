@@ -89,9 +89,8 @@ class PostgresCdcComponent(dg.StateBackedComponent, dg.Resolvable):
 
     def _source(self, tables: tuple[KnownTable, ...]) -> CdcSource:
         settings = settings_without_source(self.settings)
-        specs = AssetSpecs(
-            AssetNames(settings.slot, tuple(self.key_prefix)), Lake(settings.lake), tuple(self.owners), _slot_fails_after(settings)
-        )
+        names, lake = AssetNames(settings.slot, tuple(self.key_prefix)), Lake(settings.lake)
+        specs = AssetSpecs(names, lake, tuple(self.owners), _slot_fails_after(settings), settings.table_options)
         return CdcSource(self.name, settings, specs, tables)
 
     def _resources(self, source: CdcSource) -> dict[str, dg.ConfigurableResource]:
