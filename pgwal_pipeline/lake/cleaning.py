@@ -4,11 +4,14 @@ A Delta table keeps what it once had: in files that no version names any more, a
 each file. So files and log entries go, not only rows.
 """
 
+from urllib.parse import unquote
+
 import pyarrow.fs as pafs
 from deltalake import DeltaTable
 
 from pgwal_pipeline.lake.delta import lake_errors, open_table
 from pgwal_pipeline.lake.layout import Lake, filesystem, remove_file, storage_options
+from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.values.relation import TableName
 
@@ -29,6 +32,16 @@ def clean_raw(lake: Lake, location: TableName, oid: int) -> None:
                 remove_file(lake.uri, info.path)
 
 
+def clean_chunks(ledger: Ledger, location: TableName) -> None:
+    """Remove the bounds of a table's chunks, which are values of its key, and the ledger's files that had them. Raises LakeError."""
+    ledger.forget_chunks(location)
+    uri = ledger.lake.ledger("chunks")
+    with lake_errors(uri):
+        table = open_table(ledger.lake, uri)
+        if table is not None:
+            table.vacuum(retention_hours=0, dry_run=False, enforce_retention_duration=False)
+
+
 def clean_snapshots(lake: Lake, location: TableName) -> None:
     """Remove the snapshot table of that location. Raises LakeError."""
     _remove(lake, lake.layer_path("snapshot", location))
@@ -47,7 +60,7 @@ def clean_current(lake: Lake, location: TableName) -> None:
         version = table.version()
         if not _is_checkpoint(lake, path, version):
             DeltaTable(uri, storage_options=storage_options(uri)).create_checkpoint()
-        named = {f"{path}/{name}" for name in table.get_add_actions()["path"].to_pylist()}
+        named = {f"{path}/{unquote(name)}" for name in table.get_add_actions()["path"].to_pylist()}
         found, log = _files(lake, path), f"{path}/_delta_log/"
         if not named <= {info.path for info in found}:
             raise LakeError(f"The current table at {uri} lacks files that its log names, so that its older versions are not removed.")

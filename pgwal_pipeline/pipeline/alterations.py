@@ -93,6 +93,8 @@ def altered(known: Relation, before: Storage, entry: CatalogEntry, gone_names: C
     old_names = {column.name.lower() for column in before.columns}
     for column in now.columns:
         was = old.get(column.number)
+        if entry.options.treatment(column.name) == EXCLUDED and (was is None or was.name == column.name):
+            continue
         if was is not None and was.name != column.name:
             return f"its column {was.name} was renamed to {column.name}"
         if was is not None and was.type_oid != column.type_oid:

@@ -9,6 +9,7 @@ from pgwal_pipeline.lake import cleaning
 from pgwal_pipeline.lake.ledger import Ledger, TableState
 from pgwal_pipeline.lake.raw import ensure_raw_table
 from pgwal_pipeline.messages.errors import SettingError
+from pgwal_pipeline.pipeline.alterations import CatalogEntry
 from pgwal_pipeline.postgres import catalog, publication
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.followed import followed_tables
@@ -16,6 +17,7 @@ from pgwal_pipeline.postgres.publication_shape import FIRST_WITH_LISTS, Wanted
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.protection import other_key
 from pgwal_pipeline.values.relation import Relation, TableName
+from pgwal_pipeline.values.table_options import TableOptions
 from pgwal_pipeline.values.xid import Snapshot
 
 
@@ -31,16 +33,35 @@ def require_fitting(settings: Settings, conn: Connection, ledger: Ledger) -> Wan
         return Wanted(in_force=filters(known))
     tables = followed_tables(conn, settings.publication, settings.tables)
     _require_filters(settings, conn, tables)
-    barred = {}
+    return Wanted(options, filters(known), barred(settings, known, tables))
+
+
+def barred(settings: Settings, known: Mapping[TableName, TableState], tables: Collection[Relation]) -> dict[TableName, str]:
+    """Return those of `tables`, as the source has them, that their options do not fit any more, with the reason.
+
+    Raises SettingError for one that they never fitted.
+    """
+    found = {}
     for relation in tables:
         reason = settings.protection.misused(relation)
         if reason is None:
             continue
         state = known.get(relation.table)
-        if state is None or state.options != options.of(relation.table).to_text():
+        if state is None or state.options != settings.table_options.of(relation.table).to_text():
             raise SettingError(f"PGWAL_TABLE_OPTIONS does not fit: table {relation.table} {reason}.")
-        barred[relation.table] = f"it {reason}"
-    return Wanted(options, filters(known), barred)
+        found[relation.table] = f"it {reason}"
+    return found
+
+
+def unmet(options: TableOptions, entries: Mapping[TableName, CatalogEntry]) -> list[str]:
+    """Return a warning for each table with options that name a column which it does not have: the name may be mistyped."""
+    found = []
+    for table, entry in entries.items() if options.rules else ():
+        has = {column.name for column in entry.storage.columns}
+        lacking = [name for name in options.named(table) if name not in has]
+        if lacking:
+            found.append(f"Table {table} has no column {', '.join(map(repr, lacking))}, which PGWAL_TABLE_OPTIONS names.")
+    return found
 
 
 def filters(known: Mapping[TableName, TableState]) -> dict[int, str]:
@@ -123,6 +144,8 @@ def clean_raw(ledger: Ledger, conn: Connection) -> None:
         ledger.forget_reads(plan)
     for state in unclean:
         cleaning.clean_raw(ledger.lake, state.location, state.oid)
+        if state.relation is not None and state.relation.hides_key:
+            cleaning.clean_chunks(ledger, state.location)
         if state.relation is not None and state.followed:
             ensure_raw_table(ledger.lake, state.location, change_schema(state.relation))
     joined_xid = Snapshot.parse(catalog.running_transactions(conn)).high

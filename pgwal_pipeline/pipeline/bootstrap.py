@@ -82,9 +82,13 @@ def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]
         found[table] = replace(found[table], options=options)
         warn(f"Table {table} is locked, so that what the source sends of it could not be altered; the next run tries again.")
     skipped = {**wanted.barred, **published.skipped}
+    if settings.table_options.protects:  # what the publication now sends of a table may show another key
+        skipped |= applied_options.barred(settings, ledger.tables(), catalog.tables_of(conn, settings.publication))
     for table, reason in record_tables(ledger, conn, found, skipped).items():
         warn(f"Table {table}: {reason}.")
     applied_options.clean_raw(ledger, conn)
+    for warning in applied_options.unmet(settings.table_options, found):
+        warn(warning)
     if not found:
         warn(_nothing_to_follow(settings, conn, ours=published.ours))
     return Attached(conn.info.server_version, state, found, skipped, recovered)

@@ -85,8 +85,19 @@ def record_tables(
         if state is None or (state.state, state.reason) != ("skipped", reason):
             location = free_location(table, 0, taken) if state is None else state.location
             taken.add(location)
-            oid, earlier = (0, ()) if state is None else (state.oid, state.earlier)
-            changed.append(TableState(table=table, oid=oid, state="skipped", reason=reason, kept_as=location, earlier=earlier))
+            before = TableState(table=table, oid=0, state="skipped") if state is None else state
+            changed.append(
+                TableState(
+                    table=table,
+                    oid=before.oid,
+                    state="skipped",
+                    reason=reason,
+                    kept_as=location,
+                    earlier=before.earlier,
+                    unclean=before.unclean,
+                    options=before.options,
+                )
+            )
     changed += [
         replace(state, state="gone", reason=_GONE)
         for table, state in known.items()
@@ -227,9 +238,11 @@ def _joined(lake: Lake, entry: CatalogEntry, before: TableState | None, location
 
 def _unclean(before: TableState | None, entry: CatalogEntry) -> tuple[str, ...]:
     """Return the layers at the location of a table that joins which may have values that are protected now."""
-    if before is None or (not before.unclean and protected_otherwise(before, entry) is None):
+    if before is None:
         return ()
-    return ("raw", "snapshot", "current")
+    unknown = before.relation is None and entry.options.protects
+    anew = unknown or before.unclean or protected_otherwise(before, entry) is not None
+    return ("raw", "snapshot", "current") if anew else ()
 
 
 def _updated(state: TableState, entry: CatalogEntry, first_new_xid: int) -> TableState:

@@ -70,7 +70,7 @@ def ensure(conn: Connection, name: str, globs: str, wanted: Wanted = EVERYTHING)
         return _ensure(conn, name, globs, wanted)
     except psycopg2.Error as error:
         filtered = [glob for glob, given in wanted.options.rules if dict(given).get("rows")]
-        if filtered and (error.pgcode or "")[:2] in _OF_EXPRESSIONS:
+        if filtered and (error.pgcode or "")[:2] in _OF_EXPRESSIONS and not isinstance(error, errors.InsufficientPrivilege):
             said = (error.diag.message_primary or "").rstrip(".")
             raise SettingError(
                 f"PGWAL_TABLE_OPTIONS has an option rows (of {', '.join(filtered)}) that the source does not take as a row filter: {said}."
@@ -278,6 +278,15 @@ def _alterations(
     leaving = [table for oid, table in held.items() if oid not in joinable]
     joining = [candidate for oid, candidate in joinable.items() if oid not in held]
     reshaping = reshaped(conn, found.oid, [candidate for oid, candidate in joinable.items() if oid in held], shaped, wanted)
+    foreign = {candidate.table: candidate.owner for candidate in joinable.values() if not candidate.owned}
+    for table in reshaping:
+        if table in foreign and wanted.options.of(table).rows is not None:
+            role = _role(conn)
+            raise SourceRefused(
+                f"Role {role} does not own {table}, so what publication {name} sends of it cannot be altered to its option rows; "
+                f"run GRANT {quote_ident(foreign[table])} TO {quote_ident(role)}."
+            )
+    reshaping = [table for table in reshaping if table not in foreign]  # an excluded column that is sent is dropped where it arrives
     statements = []
     if leaving or reshaping:
         statements.append(_dropping(name, [*leaving, *reshaping]))

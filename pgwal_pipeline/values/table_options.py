@@ -27,6 +27,9 @@ _LATER = {"deletes": ("drop", None), "history": (False, None), "on_schema_change
 _QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*\"""")
 
 
+_WILD = re.compile(r"[*?\[]")
+
+
 class OptionError(ValueError):
     """Options that cannot be used; the message is the rest of a sentence that begins with where they are from."""
 
@@ -80,6 +83,14 @@ class TableOptions:
         """Return the options of a table."""
         return _options_of(self.rules, table) if self.rules else NOTHING
 
+    def named(self, table: TableName) -> Iterable[str]:
+        """Return the columns that options name for this table alone, neither by a glob of tables nor by one of columns."""
+        for glob, given in self.rules:
+            if not _WILD.search(glob) and matcher(glob)(table):
+                for option, names in given:
+                    if option in ("exclude", "hash", "mask"):
+                        yield from (name for name in dict.fromkeys(_names(names)) if not _WILD.search(name) and not name.startswith('"'))
+
     @property
     def hashes(self) -> bool:
         """Whether any table may have hashed columns."""
@@ -111,6 +122,10 @@ def parse_options(found: object) -> TableOptions:
     if not isinstance(found, Mapping):
         raise OptionError("is no mapping from tables to their options")
     return TableOptions(tuple((_table_glob(glob), tuple(_parsed(str(glob), options))) for glob, options in found.items()))
+
+
+def _names(given: Iterable[Any]) -> Iterable[str]:
+    return (item if isinstance(item, str) else item[0] for item in given)
 
 
 def _table_glob(glob: object) -> str:

@@ -48,6 +48,13 @@ def test_a_table_in_quotes_is_literal() -> None:
     assert not found.of(TableName("Odd.One", "AB")).protects
 
 
+def test_columns_that_are_named_for_one_table() -> None:
+    options = parse_options(
+        {"shop.*": {"exclude": ["a"]}, "shop.orders": {"exclude": ["b", "x*", '"y"'], "mask": {"c": "last4"}}, "shop.o": {"hash": ["d"]}}
+    )
+    assert list(options.named(ORDERS)) == ["b", "c"]
+
+
 def test_options_go_through_json() -> None:
     import json
 

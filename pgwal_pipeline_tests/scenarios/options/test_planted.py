@@ -27,7 +27,12 @@ def change(source: Source) -> None:
     source.sql("UPDATE people SET id = id + 10000, email = 'planted-' || id WHERE id > 500; DELETE FROM people WHERE id < 300")
 
 
-@pytest.mark.parametrize("point", ["drain.after_files", "drain.after_prepared", "raw.between_tables", "drain.before_confirm"])
+def points(first: str, *others: str) -> pytest.MarkDecorator:
+    """Failpoints to be killed at; all but the first are for the soak."""
+    return pytest.mark.parametrize("point", [first, *(pytest.param(point, marks=pytest.mark.soak) for point in others)])
+
+
+@points("drain.after_files", "drain.after_prepared", "raw.between_tables", "drain.before_confirm")
 def test_after_drains_that_were_killed(source: Source, make_pipeline: MakePipeline, point: str) -> None:
     make_people(source)
     guarded = with_options(make_pipeline(), ALL)
@@ -40,7 +45,7 @@ def test_after_drains_that_were_killed(source: Source, make_pipeline: MakePipeli
     assert_nowhere(guarded, "planted", KEY)
 
 
-@pytest.mark.parametrize("point", ["snapshot.between_read_and_write", "snapshot.before_chunk_record"])
+@points("snapshot.between_read_and_write", "snapshot.before_chunk_record")
 def test_after_snapshots_that_were_killed(source: Source, make_pipeline: MakePipeline, point: str) -> None:
     make_people(source)
     change(source)
@@ -53,6 +58,7 @@ def test_after_snapshots_that_were_killed(source: Source, make_pipeline: MakePip
     assert_nowhere(guarded, "planted", KEY)
 
 
+@pytest.mark.soak
 def test_after_a_catch_up_that_was_killed(source: Source, make_pipeline: MakePipeline) -> None:
     """Its processes get options and key in their environment; what one has read is protected before it is committed."""
     make_people(source)
@@ -106,7 +112,7 @@ def test_what_the_source_says_of_a_value_is_not_repeated(source: Source, make_pi
     (found,) = published_tables(source.connect(), guarded.settings.publication)
     relation = guarded.settings.protection.relation(found.relation)
     with pytest.raises(TableError, match="P0001") as caught:
-        read_chunk(source.dsn, relation, ChunkBounds(None, None), lambda *_: None, row_filter="shown(email)")
+        read_chunk(source.dsn, relation, ChunkBounds(None, None), lambda *_: None, row_filter="public.shown(email)")
     assert "planted" not in str(caught.value)
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
