@@ -13,7 +13,8 @@ from pgwal_pipeline.values.protection import mask_of
 
 _BLOCK = 64  # bytes of SHA-256
 _DIGITS = 64  # of a hash in hexadecimal
-_SAMPLE = 256  # values that show whether a column has few different ones
+_SAMPLE = 4096  # values that show how many of a column's are different; updates repeat what they do not change
+_REPEATED = 0.8  # the share of different values up to which finding them costs less than hashing all
 _SHOWN = 4  # characters that the mask `last4` leaves
 
 Protect = Callable[[pa.StringArray], pa.StringArray]
@@ -37,7 +38,8 @@ class _Hashes:
 
     def __call__(self, texts: pa.StringArray) -> pa.StringArray:
         octets = texts.view(pa.binary())
-        if len(octets) > _SAMPLE and len(octets.slice(0, _SAMPLE).unique()) < _SAMPLE // 2:
+        sample = octets.slice(0, _SAMPLE)
+        if len(sample.unique()) < _REPEATED * len(sample):
             coded = octets.dictionary_encode()
             return self._all(coded.dictionary).take(coded.indices)
         return self._all(octets)
