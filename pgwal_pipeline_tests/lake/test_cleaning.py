@@ -1,6 +1,7 @@
 """What is removed of a table's Delta tables, and that the rest can still be read."""
 
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -22,9 +23,9 @@ def lake(tmp_path: Path) -> Lake:
     return Lake(str(tmp_path))
 
 
-def write(path: str, value: str, mode: str = "overwrite", lsn: int = 1) -> None:
+def write(path: str, value: str, mode: Any = "overwrite", lsn: int = 1) -> None:
     fence = CommitProperties(app_transactions=[Transaction(FENCE, lsn)])
-    write_deltalake(path, pa.table({"id": [1, 2], "v": [value, value]}), mode=mode, commit_properties=fence)  # pyright: ignore[reportCallIssue]
+    write_deltalake(path, pa.table({"id": [1, 2], "v": [value, value]}), mode=mode, commit_properties=fence)
 
 
 def holding(lake: Lake, value: bytes) -> list[str]:
