@@ -140,7 +140,7 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
         prefix = tuple(self.key_prefix) if self.key_prefix is not None else (self.name,) if self.name else ()
         catalog = None if settings.spark_catalog is None else CatalogPattern.parse(settings.spark_catalog)
         names, owners = AssetNames(settings.slot, prefix), tuple(self.owners)
-        specs = AssetSpecs(names, Lake(settings.lake), owners, _slot_fails_after(settings), catalog)
+        specs = AssetSpecs(names, Lake(settings.lake), owners, _slot_fails_after(settings), catalog, settings.table_options)
         if self._translates:
             specs = translated(specs, _OfComponent(self), tables)
         return CdcSource(self.name, settings, specs, tables)
