@@ -7,7 +7,7 @@ from rich.console import Console
 
 from bench.report import RESULTS, Result, save, show
 
-NAMES = ("drain", "tables", "memory", "publish", "snapshot", "first_reading", "catch_up", "latency", "help")
+NAMES = ("drain", "tables", "memory", "publish", "deep", "snapshot", "first_reading", "catch_up", "latency", "help")
 
 
 @click.command()
@@ -18,7 +18,8 @@ def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
     """Run the benchmarks called NAMES, or all of them.
 
     drain: 800,000 changes, against pg_recvlogical. tables: the same changes over 50 tables and in one. memory: one transaction of 5 million
-    rows and one of 1 million. publish: 100,000 changed keys into a million rows, against a hand-written MERGE. snapshot: 3 million rows,
+    rows and one of 1 million. publish: 100,000 changed keys into a million rows, against a hand-written MERGE. deep: 100,000
+    changed keys merged into tables of 1 to 30 million rows. snapshot: 3 million rows,
     against COPY. first_reading: 1,000 tables of 100 rows, and 300. catch_up: 2 GB of WAL in one, two and three windows, one round. latency:
     from a commit to `current` under `dagster dev`, 400 changes a second for five minutes. help: the time of `pgwal --help`.
     """
@@ -51,6 +52,10 @@ def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:
             from bench.publishes import against_merge
 
             return lambda: against_merge(size(1_000_000), size(100_000), rounds)
+        case "deep":
+            from bench.deep import in_larger_tables
+
+            return lambda: in_larger_tables(size(1_000_000), size(10_000_000), size(30_000_000), size(100_000), rounds)
         case "snapshot":
             from bench.snapshots import against_copy
 

@@ -19,6 +19,7 @@ from pgwal_pipeline.components.published import PublishedLake
 from pgwal_pipeline.components.resources import DSN_VARIABLE, LakeSpark, ReplicationSlot, settings_for, settings_without_source
 from pgwal_pipeline.components.sensors import build_lag_sensor, build_new_table_sensor, build_schedules
 from pgwal_pipeline.components.source import CdcSource
+from pgwal_pipeline.components.upkeep import build_maintenance_sensor
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import PgwalError
@@ -113,7 +114,7 @@ class PostgresCdcComponent(dg.StateBackedComponent, dg.Resolvable):
             ],
             asset_checks=[build_health_check(source), *(step for step in graph if isinstance(step, dg.AssetChecksDefinition))],
             jobs=jobs.all(),
-            sensors=[build_lag_sensor(source, jobs), build_new_table_sensor(source, jobs)],
+            sensors=[build_lag_sensor(source, jobs), build_new_table_sensor(source, jobs), build_maintenance_sensor(source, jobs)],
             schedules=build_schedules(source, jobs),
             resources=self._resources(source),
         )
