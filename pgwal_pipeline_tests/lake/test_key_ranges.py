@@ -151,20 +151,22 @@ def test_no_ranges_where_they_would_spare_nothing(tmp_path: Path) -> None:
 
 def test_the_condition_means_to_spark_what_the_ranges_say(spark: "SparkSession", tmp_path: Path) -> None:
     """For each type the rows of a table that fulfill the condition: all with a changed key, and none that is in no range."""
-    counted, wanted = {}, {}
-    for name in _PRUNED:
-        kind = KINDS[name]
-        parts = [[(kind.of(number),) for number in range(first, first + 10)] for first in range(0, 40, 10)]
-        edges = [(None if isinstance(edge, dict) else edge,) for edge in kind.edges]
-        target = _target(tmp_path / name, {"id": kind.arrow}, [*parts, *([edges] if edges else [])])
-        keys = [kind.of(number) for number in (12, 15, 17, 33)] + list(kind.edges)
-        write_events(tmp_path / name / "raw", {"id": kind.arrow}, [("U", 1500, number, (key,)) for number, key in enumerate(keys)])
-        found = _found(tmp_path / name, target, ["id"])
+    kinds = {name: KINDS[name] for name in _PRUNED}
+    columns = {name: kind.arrow for name, kind in kinds.items()}
+    edges = [tuple(kind.edges[number] if number < len(kind.edges) else None for kind in kinds.values()) for number in range(len(_TEXTS))]
+    rows = [tuple(kind.of(number) for kind in kinds.values()) for number in range(40)]
+    plain = [tuple(None if isinstance(value, dict) else value for value in row) for row in edges]
+    target = _target(tmp_path, columns, [rows[:10], rows[10:20], rows[20:30], rows[30:], plain])
+    keys = [rows[number] for number in (12, 15, 17, 33)] + edges
+    write_events(tmp_path / "raw", columns, [("U", 1500, number, key) for number, key in enumerate(keys)])
+    conditions, wanted = [], []
+    for place, name in enumerate(kinds):
+        found = _found(tmp_path, target, [name])
         assert found is not None
-        wanted[name] = sum(_holds(found, {"id": row[0]}) for part in [*parts, edges] for row in part)
-        assert wanted[name] < 40
-        counted[name] = spark.read.format("delta").load(str(tmp_path / name / "current")).where(found.condition()).count()
-    assert counted == wanted
+        conditions.append(f"count_if({found.condition()}) AS `{name}`")
+        wanted.append(sum(_holds(found, {name: row[place]}) for row in [*rows, *plain]))
+    counted = spark.read.format("delta").load(str(tmp_path / "current")).selectExpr(*conditions).collect()[0]
+    assert (list(counted), max(wanted) < 40) == (wanted, True)
 
 
 # --- merges ---
