@@ -120,6 +120,7 @@ def test_a_publish_in_between_wins(spark: "SparkSession", worn: Lake) -> None:
     assert _rows(path) == before
 
 
+@pytest.mark.soak
 def test_a_publish_of_other_files_in_between_is_kept(spark: "SparkSession", worn: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     path = f"{worn.uri}/current"
     _kept_up(spark, worn, path)
@@ -186,6 +187,7 @@ def test_what_processes_that_died_left_is_cleared_after_a_day(worn: Lake) -> Non
 # --- vacuum ---
 
 
+@pytest.mark.soak
 def test_vacuum_removes_what_no_version_needs(spark: "SparkSession", worn: Lake) -> None:
     path = f"{worn.uri}/current"
     before, rows = {file for file in Path(path).rglob("*.parquet") if "_delta_log" not in file.parts}, _rows(path)

@@ -125,7 +125,7 @@ def _is_free(pipeline: Pipeline) -> bool:
         return False
 
 
-@pytest.mark.parametrize("point", ["upkeep.rewritten", "upkeep.moved"])
+@pytest.mark.parametrize("point", [pytest.param("upkeep.rewritten", marks=pytest.mark.soak), "upkeep.moved"])
 def test_upkeep_that_dies_changes_nothing_and_is_done_by_the_next(
     point: str, worn: Pipeline, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,12 +143,14 @@ def test_upkeep_that_dies_changes_nothing_and_is_done_by_the_next(
     worn.assert_current("public.t", "public.other")
 
 
+@pytest.mark.soak
 def test_when_time_is_up_it_says_what_is_left(worn: Pipeline, spark: Any) -> None:
     done = _kept_up(worn, spark, budget=-1.0)
     assert (done.rewritten, done.left) == (0, 1)
     worn.assert_current("public.t", "public.other")
 
 
+@pytest.mark.soak
 def test_a_publish_that_takes_long_is_not_disturbed(worn: Pipeline, spark: Any) -> None:
     at_work, done = threading.Event(), threading.Event()
 
