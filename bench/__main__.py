@@ -13,6 +13,7 @@ NAMES = (
     "hash",
     "memory",
     "publish",
+    "deep",
     "snapshot",
     "first_reading",
     "catch_up",
@@ -36,6 +37,7 @@ def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
     hash: the same changes with two of ten columns hashed, and without.
     memory: one transaction of 5 million rows and one of 1 million.
     publish: 100,000 changed keys into a million rows, against a hand-written MERGE.
+    deep: 100,000 changed keys merged into tables of 1 to 30 million rows.
     snapshot: 3 million rows, against COPY.
     first_reading: 1,000 tables of 100 rows, and 300.
     catch_up: 2 GB of WAL in one, two and three windows, one round.
@@ -44,7 +46,7 @@ def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
     PGWAL_MAX_STALENESS=1s.
     published: the changes of 100,000 keys of 10 million rows, and scans of that table against plain ones.
     help: the time of `pgwal --help`.
-    """
+    """  # noqa: D301 - click reads the backspace
     console = Console()
     for name in names or NAMES:
         result = _benchmark(name, rounds, scale)()
@@ -78,6 +80,10 @@ def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:
             from bench.publishes import against_merge
 
             return lambda: against_merge(size(1_000_000), size(100_000), rounds)
+        case "deep":
+            from bench.deep import in_larger_tables
+
+            return lambda: in_larger_tables(size(1_000_000), size(10_000_000), size(30_000_000), size(100_000), rounds)
         case "snapshot":
             from bench.snapshots import against_copy
 

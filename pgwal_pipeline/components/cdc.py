@@ -31,6 +31,7 @@ from pgwal_pipeline.components.resources import LakeSpark, ReplicationSlot, reso
 from pgwal_pipeline.components.scaffolder import CdcScaffolder
 from pgwal_pipeline.components.sensors import build_lag_sensor, build_new_table_sensor, build_schedules
 from pgwal_pipeline.components.source import CdcSource
+from pgwal_pipeline.components.upkeep import build_maintenance_sensor
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import PgwalError, SettingError
@@ -172,7 +173,7 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
             ],
             asset_checks=[build_health_check(source), *(step for step in graph if isinstance(step, dg.AssetChecksDefinition))],
             jobs=jobs.all(),
-            sensors=[build_lag_sensor(source, jobs), build_new_table_sensor(source, jobs)],
+            sensors=[build_lag_sensor(source, jobs), build_new_table_sensor(source, jobs), build_maintenance_sensor(source, jobs)],
             schedules=build_schedules(source, jobs),
             resources=self._resources(source),
         )

@@ -259,7 +259,7 @@ def _attempt(cursor: str | None) -> int:
 
 
 def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition]:
-    """Build the schedules: a sync every hour, in case the lag sensor is off, and maintenance every night."""
+    """Build the schedules: a sync every hour, in case the lag sensor is off."""
 
     @dg.schedule(
         name=source.named("hourly_sync"),
@@ -272,17 +272,7 @@ def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition
     def hourly_sync(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
         return evaluate_hourly_sync(context.instance, source, getattr(context.resources, source.slot_key))
 
-    @dg.schedule(
-        name=source.named("nightly_maintenance"),
-        description="Compacts, vacuums and prunes the lake at night.",
-        job=jobs.maintenance,
-        cron_schedule="17 3 * * *",
-        default_status=dg.DefaultScheduleStatus.RUNNING,
-    )
-    def nightly_maintenance(_: dg.ScheduleEvaluationContext) -> dg.RunRequest:
-        return dg.RunRequest()
-
-    return [hourly_sync, nightly_maintenance]
+    return [hourly_sync]
 
 
 def evaluate_hourly_sync(instance: dg.DagsterInstance, source: CdcSource, slot: "ReplicationSlot") -> dg.RunRequest | dg.SkipReason:

@@ -80,15 +80,17 @@ def publish(
 
 
 @contextmanager
-def alone(settings: Settings) -> Iterator[None]:
+def alone(settings: Settings) -> Iterator[bool]:
     """Hold the lock for changing `current` tables: on an object store Spark does not notice that two writers commit the same version.
 
-    The lock is in the source and ends with its holder. A publish works while the source is away, then without the lock.
+    The lock is in the source and ends with its holder. A publish works while the source is away, then without the lock: False is yielded.
     """
     with ExitStack() as stack:
+        held = False
         with suppress(SourceUnavailable, SourceRefused, SettingError):
             stack.enter_context(slot.exclusive(settings.dsn, f"{settings.slot}/publish", settings.busy_timeout))
-        yield
+            held = True
+        yield held
 
 
 def _publish(
