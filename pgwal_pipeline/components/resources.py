@@ -1,14 +1,15 @@
 """The two resources of runs, sensors and schedules: the slot with its source, and Spark."""
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from dagster_pyspark import LazyPySparkResource
 from pydantic import Field
 
-from pgwal_pipeline.messages.errors import SettingError
+from pgwal_pipeline.messages.errors import PgwalError, SettingError
 from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.settings import PREFIX, Settings
 from pgwal_pipeline.values.relation import TableName
@@ -64,6 +65,23 @@ class ReplicationSlot(dg.ConfigurableResource):
     def settings(self) -> Settings:
         """The settings of this source. Raises SettingError naming the variable that is wrong or missing."""
         return settings_for(self.overrides, self.dsn_variable)
+
+    @contextmanager
+    def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator["ReplicationSlot"]:
+        """Let a run show itself in the source for as long as it has this resource; see `processes`."""
+        from pgwal_pipeline.postgres.presence import shown
+
+        with ExitStack() as stack:
+            if context.run is not None:
+                with suppress(PgwalError):  # without a source there is nothing to guard
+                    stack.enter_context(shown(self.settings.dsn, context.run.run_id))
+            yield self
+
+    def present(self, runs: Collection[str]) -> set[str]:
+        """Return those of `runs`, by their ids, that show themselves in the source now. Raises SourceUnavailable."""
+        from pgwal_pipeline.postgres.presence import present
+
+        return present(self.settings.dsn, runs)
 
     def lag(self) -> "LagReading":
         """Return how far the slot is behind. Cheap: nothing is decoded. Raises SourceUnavailable while the source is away."""

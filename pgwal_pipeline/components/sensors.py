@@ -87,10 +87,10 @@ def evaluate_lag(context: dg.SensorEvaluationContext, source: CdcSource, jobs: J
     a reading (the source is away, the DSN cannot be read) are raised: the tick fails, so that an alert can watch for it.
     """
     cursor = LagCursor.parse(context.cursor)
-    # At every tick, even if nothing is due: runs requested by others wait in the queue for dead ones.
-    end_dead_runs(context.instance, [(SLOT_TAG, source.tag), (SNAPSHOT_TAG, source.tag)])
     settings = slot.settings
     reading = slot.lag()
+    # At every tick, even if nothing is due: runs requested by others wait in the queue for dead ones.
+    end_dead_runs(context.instance, [(SLOT_TAG, source.tag), (SNAPSHOT_TAG, source.tag)], slot.present)
     now = time.time()
     readings, unread = add_reading(cursor.readings or _first_reading(context.instance, source), reading, now)
     due = what_is_due(reading, unread, settings)
@@ -99,7 +99,7 @@ def evaluate_lag(context: dg.SensorEvaluationContext, source: CdcSource, jobs: J
     waited = max(unread or 0.0, now - (cursor.due_since or now))
     late = not reading.slot_exists or waited > 2 * settings.max_staleness + 60.0
     events, cursor = _report_slot(source, reading, replace(cursor, readings=readings), now, late=late)
-    held = _held_up(context.instance, source, jobs) if due.job is not None else None
+    held = _held_up(context.instance, source, jobs, slot) if due.job is not None else None
     if due.job is None or held is not None:
         return dg.SensorResult(skip_reason=f"{due.reason} {held or ''}".strip(), cursor=cursor.dump(), asset_events=events)
     cursor = replace(cursor, attempt=cursor.attempt + 1)
@@ -118,9 +118,9 @@ def evaluate_lag(context: dg.SensorEvaluationContext, source: CdcSource, jobs: J
     )
 
 
-def _held_up(instance: dg.DagsterInstance, source: CdcSource, jobs: Jobs) -> str | None:
+def _held_up(instance: dg.DagsterInstance, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> str | None:
     watched = {jobs.sync.name, jobs.drain.name, jobs.publish.name}
-    return busy(instance, SLOT_TAG, source.tag) or pausing(instance, SLOT_TAG, source.tag, watched)
+    return busy(instance, SLOT_TAG, source.tag, slot.present) or pausing(instance, SLOT_TAG, source.tag, watched)
 
 
 def _first_reading(instance: dg.DagsterInstance, source: CdcSource) -> tuple[SourceReading, ...]:
@@ -177,7 +177,9 @@ def evaluate_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, 
     blocked = slot.blocked(waiting)
     if len(blocked) == len(waiting):
         return dg.SensorResult(skip_reason=f"To be read: {', '.join(map(str, waiting[:_NAMES_SHOWN]))}. {next(iter(blocked.values()))}")
-    held = busy(context.instance, SNAPSHOT_TAG, source.tag) or pausing(context.instance, SNAPSHOT_TAG, source.tag, {jobs.snapshot.name})
+    held = busy(context.instance, SNAPSHOT_TAG, source.tag, slot.present) or pausing(
+        context.instance, SNAPSHOT_TAG, source.tag, {jobs.snapshot.name}
+    )
     names = ", ".join(map(str, waiting[:_NAMES_SHOWN])) + (", …" if len(waiting) > _NAMES_SHOWN else "")
     if held is not None:
         return dg.SensorResult(skip_reason=f"To be read: {names}. {held}")
@@ -228,7 +230,7 @@ def evaluate_hourly_sync(instance: dg.DagsterInstance, source: CdcSource, slot: 
     reading = slot.lag()
     if reading.slot_exists and add_reading(_first_reading(instance, source), reading, time.time())[1] is None:
         return dg.SkipReason("Nothing is unread.")
-    held = busy(instance, SLOT_TAG, source.tag)
+    held = busy(instance, SLOT_TAG, source.tag, slot.present)
     key = window_to_drain(reading)
     if held is not None or key is None:
         return dg.SkipReason(held or "Nothing is flushed yet.")
