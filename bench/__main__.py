@@ -7,7 +7,7 @@ from rich.console import Console
 
 from bench.report import RESULTS, Result, save, show
 
-NAMES = ("drain", "tables", "memory", "publish", "snapshot", "first_reading", "catch_up", "latency", "help")
+NAMES = ("drain", "tables", "memory", "publish", "snapshot", "first_reading", "catch_up", "latency", "cores", "help")
 
 
 @click.command()
@@ -20,7 +20,8 @@ def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
     drain: 800,000 changes, against pg_recvlogical. tables: the same changes over 50 tables and in one. memory: one transaction of 5 million
     rows and one of 1 million. publish: 100,000 changed keys into a million rows, against a hand-written MERGE. snapshot: 3 million rows,
     against COPY. first_reading: 1,000 tables of 100 rows, and 300. catch_up: 2 GB of WAL in one, two and three windows, one round. latency:
-    from a commit to `current` under `dagster dev`, 400 changes a second for five minutes. help: the time of `pgwal --help`.
+    from a commit to `current` under `dagster dev`, 400 changes a second for five minutes. cores: a publish of 100 tables on one core and on
+    two. help: the time of `pgwal --help`.
     """
     console = Console()
     for name in names or NAMES:
@@ -67,6 +68,10 @@ def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:
             from bench.latency import commit_to_visible
 
             return lambda: commit_to_visible(max(300 * scale, 30.0), {"PGWAL_MAX_STALENESS": "1s"})
+        case "cores":
+            from bench.cores import one_and_two
+
+            return lambda: one_and_two(max(round(100 * scale), 2), rounds)
         case _:
             from bench.startup import help_text
 

@@ -189,8 +189,9 @@ def test_the_clock_is_set_back(site: Site) -> None:
     jvm, record = jvm_of(folder), folder.record()
     assert record is not None
     folder.write_record(dataclasses.replace(record, since=record.since + 86400))
+    tomorrow = time.time() + 86400
     for path in (folder.path, folder.path / "idle", folder.path / "alive.lock"):
-        os.utime(path, (time.time() + 86400,) * 2)
+        os.utime(path, (tomorrow, tomorrow))
     assert engine.status(folder)["running"]
     site.change()
     assert site.publish().returncode == 0
