@@ -17,11 +17,12 @@ from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import connect, translate
 from pgwal_pipeline.postgres.slot import let_go_when_unreachable, lock_key
 
-BACK_WITHIN = 5.0
-"""Seconds within which a run shows itself again after it has lost its connection, if the source can be reached."""
+BACK_WITHIN = 15.0
+"""Seconds within which a run shows itself again after it has lost its connection, if the source can be reached: a try may take ten."""
 
 _AGAIN = 0.5  # seconds between tries to connect
 _QUIET = 20.0  # seconds without a word from the server until it is asked for one
+_NOTICES = {"tcp_user_timeout": "10000"}  # milliseconds until a connection without an answer is taken for lost
 _END = 2.0  # seconds that the end waits for the connection to close
 
 _KEPT = "SELECT l.classid::int8, l.objid::int8 FROM pg_catalog.pg_locks l WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 \
@@ -57,7 +58,7 @@ def present(dsn: str, runs: Collection[str]) -> set[str]:
 def _show(dsn: str, key: int, ended: int) -> None:
     try:
         while not _ends(ended, 0):
-            with suppress(PgwalError, psycopg2.Error), closing(connect(dsn, application="pgwal run")) as conn:
+            with suppress(PgwalError, psycopg2.Error), closing(connect(dsn, application="pgwal run", **_NOTICES)) as conn:
                 let_go_when_unreachable(conn)
                 conn.execute(f"SELECT pg_catalog.pg_advisory_lock_shared({key})".encode())
                 while not _ends(ended, _QUIET, conn):
