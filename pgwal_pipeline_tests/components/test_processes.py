@@ -9,7 +9,7 @@ import dagster as dg
 import pytest
 
 from pgwal_pipeline.components.processes import PROCESS_TAG, end_dead_runs, process_tags
-from pgwal_pipeline.components.resources import DSN_VARIABLE, ReplicationSlot
+from pgwal_pipeline.components.resources import SourceSettings, slot_resource
 from pgwal_pipeline.messages.errors import SourceUnavailable
 from pgwal_pipeline.postgres.presence import present
 from pgwal_pipeline_tests.support import Source, wait_for
@@ -122,7 +122,7 @@ def test_a_run_shows_itself_from_its_first_step_to_its_last(
     def second(context: dg.OpExecutionContext) -> None:
         found.append((context.run_id, present(source.dsn, [context.run_id])))
 
-    @dg.job(resource_defs={"slot": ReplicationSlot(dsn_variable=DSN_VARIABLE)}, executor_def=dg.in_process_executor)
+    @dg.job(resource_defs={"slot": slot_resource(SourceSettings())}, executor_def=dg.in_process_executor)
     def both() -> None:
         second(first())
 
@@ -130,6 +130,6 @@ def test_a_run_shows_itself_from_its_first_step_to_its_last(
     ((run_id, there),) = found
     assert there == {run_id}
     wait_for(lambda: not present(source.dsn, [run_id]), what="the run to be gone")
-    with dg.build_sensor_context(instance=instance, resources={"slot": ReplicationSlot(dsn_variable=DSN_VARIABLE)}) as context:
+    with dg.build_sensor_context(instance=instance, resources={"slot": slot_resource(SourceSettings())}) as context:
         assert context.resources.slot.present(["x"]) == set()
         assert source.value("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'") == 0
