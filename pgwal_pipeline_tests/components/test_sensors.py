@@ -47,6 +47,9 @@ class FakeSlot:
             raise SourceUnavailable("The source me@there:5432/db cannot be reached.")
         return self.reading
 
+    def present(self, runs: Collection[str]) -> set[str]:
+        return set(runs)
+
     def flushed(self) -> int:
         return self.lag().flush_lsn
 
