@@ -10,7 +10,7 @@ from pydantic import Field
 
 from pgwal_pipeline.messages.errors import SettingError
 from pgwal_pipeline.messages.progress import Progress
-from pgwal_pipeline.settings import PREFIX, Settings
+from pgwal_pipeline.settings import PREFIX, Settings, value_of
 from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
@@ -29,17 +29,18 @@ def settings_for(overrides: Mapping[str, str], dsn_variable: str = DSN_VARIABLE)
     """
     environment = dict(os.environ)
     if dsn_variable != DSN_VARIABLE:
-        if not environment.get(dsn_variable):
+        dsn = value_of(dsn_variable, environment)
+        if not dsn:
             raise SettingError(
                 f"{dsn_variable} is not set; it takes the source's libpq string or URI, such as postgresql://user@host/database."
             )
-        environment[DSN_VARIABLE] = environment[dsn_variable]
+        environment[DSN_VARIABLE] = dsn
     return Settings.from_environment(environment | _as_variables(overrides))
 
 
 def settings_without_source(overrides: Mapping[str, str]) -> Settings:
     """Read the settings as `settings_for` does, but without a DSN: definitions also load without a source. Raises SettingError."""
-    environment = {name: value for name, value in os.environ.items() if name != DSN_VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name not in (DSN_VARIABLE, f"{DSN_VARIABLE}_FILE")}
     return Settings.from_environment(environment | _as_variables(overrides))
 
 
@@ -88,6 +89,12 @@ class ReplicationSlot(dg.ConfigurableResource):
         from pgwal_pipeline.pipeline.snapshot import needed
 
         return needed(self.settings)
+
+    def none_joined(self) -> bool:
+        """Return whether no table is known yet, as before the first drain."""
+        from pgwal_pipeline.pipeline.snapshot import none_joined
+
+        return none_joined(self.settings)
 
     def blocked(self, tables: Collection[TableName]) -> Mapping[TableName, str]:
         """Return those of `tables` that cannot be read yet because older transactions are open, with a sentence naming these."""

@@ -89,7 +89,7 @@ def _start(folder: EngineFolder, plan: Mapping[str, Any]) -> tuple[subprocess.Po
         "spark.connect.authenticate.token": token,
     }
     # In a file, for everyone on the machine can read command lines.
-    write_private(folder.conf_file, "".join(f"{_escaped(name)} {_escaped(value)}\n" for name, value in conf.items()))
+    write_private(folder.conf_file, properties(conf))
     program = str(spark_home() / "bin/spark-submit")
     command = [program, "--properties-file", str(folder.conf_file), "--master", plan["master"], "--class", SERVER_CLASS, "spark-internal"]
     options = os.environ.get("SPARK_SUBMIT_OPTS", "")
@@ -118,6 +118,11 @@ def _listens(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def properties(conf: Mapping[str, str]) -> str:
+    """Return Spark's settings as the text of a file for `--properties-file`."""
+    return "".join(f"{_escaped(name)} {_escaped(value)}\n" for name, value in conf.items())
 
 
 def _escaped(text: str) -> str:

@@ -45,8 +45,7 @@ _SESSION_CONF: Mapping[str, str] = {
     "spark.sql.adaptive.enabled": "true",
     "spark.databricks.delta.properties.defaults.enableDeletionVectors": "true",
 }
-# What an engine keeps of past queries, which nobody reads.
-_ENGINE_CONF: Mapping[str, str] = {
+ENGINE_CONF: Mapping[str, str] = {
     "spark.app.name": "pgwal",
     "spark.ui.retainedJobs": "20",
     "spark.ui.retainedStages": "20",
@@ -54,6 +53,8 @@ _ENGINE_CONF: Mapping[str, str] = {
     "spark.sql.ui.retainedExecutions": "20",
     "spark.connect.session.planCache.maxSize": "0",
 }
+"""What an engine keeps of past queries, which nobody reads."""
+
 _CHECKSUMS = "parquet.page.verify-checksum.enabled"  # makes a damaged page an error, instead of wrong values
 
 
@@ -93,7 +94,7 @@ def uses_engine(settings: Settings) -> bool:
 
 def engine_settings(settings: Settings, say: Callable[[str], None] = lambda _: None) -> engine.EngineSettings:
     """Return what the warm engine for `settings` is started with. The jars are downloaded at the first use."""
-    conf = {**spark_conf(settings, jars=ensure_jars(settings, say)), **_ENGINE_CONF, **settings.spark_conf}
+    conf = {**spark_conf(settings, jars=ensure_jars(settings, say)), **ENGINE_CONF, **settings.spark_conf}
     return engine.EngineSettings(settings.lake, settings.spark_master, conf, launch_environment(settings), settings.spark_idle)
 
 
