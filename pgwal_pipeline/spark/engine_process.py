@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -95,7 +96,8 @@ def _start(folder: EngineFolder, plan: Mapping[str, Any]) -> tuple[subprocess.Po
     options = os.environ.get("SPARK_SUBMIT_OPTS", "")
     if not re.search(r"-XX:\+Use\w+GC", f"{options} {conf.get('spark.driver.extraJavaOptions')}"):
         options = f"{options} {JAVA_OPTIONS}".strip()
-    environment = {**os.environ, "SPARK_SUBMIT_OPTS": options}
+    # What a JVM leaves in its folder for temporary files when it is killed goes with the scratch.
+    environment = {**os.environ, "SPARK_SUBMIT_OPTS": f"{options} {shlex.quote(f'-Djava.io.tmpdir={folder.scratch}')}"}
     with folder.log_file.open("ab") as log:
         jvm = spawn(command, log, death_signal=signal.SIGKILL, env=environment, cwd=folder.scratch)
     deadline = time.monotonic() + _START_SECONDS
