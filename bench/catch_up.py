@@ -82,6 +82,8 @@ def _settings(dsn: str, folder: str, readers: int, number: int) -> Settings:
         publication=PUBLICATION,
         catchup_threshold="1MB",
         catchup_slots=readers - 1,
+        window_size="1TB",  # one reader reads the whole backlog as one window
+        window_time="1d",
     )
 
 

@@ -122,10 +122,20 @@ def _checks(step: Step) -> dg.AssetsDefinition:
         tables = _configured(ran) or _of_selection(step, [check.key for check in specs], checks)
         yield from _selected(ran, step.work(ran, tables), (), checks)
 
-    if not given:
-        return work
-    real_keys = {stand_in: key for key, stand_in in given.items()}
-    return dg.AssetChecksDefinition(**work.with_attributes(asset_key_replacements=real_keys).get_attributes_dict())
+    checks = _ManyChecks(**work.get_attributes_dict())
+    return checks.with_attributes(asset_key_replacements={stand_in: key for key, stand_in in given.items()}) if given else checks
+
+
+class _ManyChecks(dg.AssetChecksDefinition):
+    """Checks of many tables that stay an `AssetChecksDefinition` when Dagster adds metadata or resources to them.
+
+    Dagster 1.13 turns them into an `AssetsDefinition` then, and that into one `AssetChecksDefinition` with all checks for each check: with
+    2,000 tables that took 20 of the 26 seconds of CPU in which the definitions load.
+    """
+
+    def with_attributes(self, **attributes: Any) -> "_ManyChecks":
+        """Return the checks with the given attributes."""
+        return _ManyChecks(**super().with_attributes(**attributes).get_attributes_dict())
 
 
 def _check_specs(step: Step) -> list[dg.AssetCheckSpec]:

@@ -64,6 +64,16 @@ def test_the_assets_of_a_source(source: Source, tmp_path: Path, monkeypatch: pyt
         assert {check.name for check in graph.asset_check_keys} == {"health", "followed", "equals_source"}
 
 
+def test_checks_of_many_tables_are_not_built_again_for_each(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        source.sql(f"CREATE TABLE t{number} (id int PRIMARY KEY)")
+    monkeypatch.setenv(DSN_VARIABLE, source.dsn)
+    with project(tmp_path, {"cdc": {}}) as definitions:
+        by_key = definitions.get_repository_def().asset_checks_defs_by_key
+        built = {key.name: {id(checks) for other, checks in by_key.items() if other.name == key.name} for key in by_key}
+        assert {name: len(ids) for name, ids in built.items()} == {"health": 1, "equals_source": 1}
+
+
 def test_the_drain_takes_all_tables_or_none(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source.sql("CREATE TABLE a (id int PRIMARY KEY)")
     source.sql("CREATE TABLE b (id int PRIMARY KEY)")
