@@ -42,9 +42,10 @@ def free_port() -> int:
 
 
 class Deployment:
-    """The compose file's services, with the shop."""
+    """The compose file's services, with the shop; `files` are further compose files."""
 
-    def __init__(self, **environment: str) -> None:
+    def __init__(self, *files: str, **environment: str) -> None:
+        self._files = [part for file in ("docker-compose.yaml", *files) for part in ("-f", file)]
         self.port = free_port()
         plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0
         self._compose = ["docker", "compose"] if plugin else [shutil.which("docker-compose") or "docker-compose"]
@@ -53,7 +54,7 @@ class Deployment:
 
     def compose(self, *arguments: str, seconds: float = 300.0, check: bool = True) -> "subprocess.CompletedProcess[str]":
         """Run a command of compose."""
-        command = [*self._compose, "-p", PROJECT, "--profile", "shop", *arguments]
+        command = [*self._compose, *self._files, "-p", PROJECT, "--profile", "shop", *arguments]
         return run(*command, seconds=seconds, check=check, cwd=ROOT, env=self._environment)
 
     def up(self, *services: str) -> float:
@@ -111,7 +112,7 @@ class Deployment:
         done = self.pgwal("as-of", "--json", check=False)
         return json.loads(done.stdout) if done.returncode == 0 else None
 
-    def wait_for_publish_past(self, lsn: int, seconds: float = 240.0) -> Mapping[str, Any]:
+    def wait_for_publish_past(self, lsn: int, seconds: float = 360.0) -> Mapping[str, Any]:
         """Wait until the pipeline by itself has published everything before `lsn`."""
 
         def past() -> Mapping[str, Any] | None:
