@@ -112,7 +112,7 @@ class Deployment:
         done = self.pgwal("as-of", "--json", check=False)
         return json.loads(done.stdout) if done.returncode == 0 else None
 
-    def wait_for_publish_past(self, lsn: int, seconds: float = 360.0) -> Mapping[str, Any]:
+    def wait_for_publish_past(self, lsn: int, seconds: float = 600.0) -> Mapping[str, Any]:
         """Wait until the pipeline by itself has published everything before `lsn`."""
 
         def past() -> Mapping[str, Any] | None:
