@@ -83,7 +83,7 @@ FROM pipeline-base AS jars
 ENV XDG_CACHE_HOME=/opt/cache
 COPY pgwal_pipeline/__init__.py /build/pgwal_pipeline/
 COPY pgwal_pipeline/host/__init__.py pgwal_pipeline/host/cache.py /build/pgwal_pipeline/host/
-COPY pgwal_pipeline/messages/__init__.py pgwal_pipeline/messages/errors.py /build/pgwal_pipeline/messages/
+COPY pgwal_pipeline/messages /build/pgwal_pipeline/messages
 COPY pgwal_pipeline/spark/__init__.py pgwal_pipeline/spark/jars.py pgwal_pipeline/spark/java.py /build/pgwal_pipeline/spark/
 COPY deploy/image/natives /build/
 RUN cd /build && python -m pgwal_pipeline.spark.jars s3 && rm -f /opt/cache/pgwal_pipeline/*.lock \
@@ -93,7 +93,6 @@ RUN cd /build && python -m pgwal_pipeline.spark.jars s3 && rm -f /opt/cache/pgwa
 FROM jars AS classes
 COPY pgwal_pipeline/settings.py /build/pgwal_pipeline/
 COPY pgwal_pipeline/host /build/pgwal_pipeline/host
-COPY pgwal_pipeline/messages /build/pgwal_pipeline/messages
 COPY pgwal_pipeline/spark /build/pgwal_pipeline/spark
 RUN cd /build && python -m pgwal_pipeline.spark.record_classes && rm -rf /opt/cache/pgwal_pipeline/jars /opt/cache/pgwal_pipeline/spark-warehouse
 

@@ -84,7 +84,9 @@ class Deployment:
 
     def kill(self, service: str) -> None:
         """End the container's first process as the system does when memory is short; the engine starts the container again."""
-        os.kill(self.inspect(service)["State"]["Pid"], signal.SIGKILL)
+        state = self.inspect(service)["State"]
+        os.kill(state["Pid"], signal.SIGKILL)
+        wait_for(lambda: self.inspect(service)["State"]["StartedAt"] != state["StartedAt"], what=f"a new start of {service}")
 
     def wait_until_healthy(self, seconds: float = 180.0) -> None:
         def healthy() -> bool:
