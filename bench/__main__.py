@@ -7,7 +7,7 @@ from rich.console import Console
 
 from bench.report import RESULTS, Result, save, show
 
-NAMES = ("drain", "tables", "memory", "publish", "snapshot", "first_reading", "catch_up", "latency", "help")
+NAMES = ("drain", "tables", "memory", "publish", "snapshot", "first_reading", "catch_up", "windows", "latency", "help")
 
 
 @click.command()
@@ -19,8 +19,9 @@ def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
 
     drain: 800,000 changes, against pg_recvlogical. tables: the same changes over 50 tables and in one. memory: one transaction of 5 million
     rows and one of 1 million. publish: 100,000 changed keys into a million rows, against a hand-written MERGE. snapshot: 3 million rows,
-    against COPY. first_reading: 1,000 tables of 100 rows, and 300. catch_up: 2 GB of WAL in one, two and three windows, one round. latency:
-    from a commit to `current` under `dagster dev`, 400 changes a second for five minutes. help: the time of `pgwal --help`.
+    against COPY. first_reading: 1,000 tables of 100 rows, and 300. catch_up: 2 GB of WAL in one, two and three windows, one round. windows:
+    a drain, a publish and a status after 10 windows and after 10,000. latency: from a commit to `current` under `dagster dev`, 400 changes
+    a second for five minutes, with the defaults and with PGWAL_MAX_STALENESS=1s. help: the time of `pgwal --help`.
     """
     console = Console()
     for name in names or NAMES:
@@ -63,10 +64,14 @@ def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:
             from bench.catch_up import in_windows
 
             return lambda: in_windows(size(2 << 30), 1)
+        case "windows":
+            from bench.windows import by_age
+
+            return lambda: by_age((10, max(round(10_000 * scale), 1000)), max(rounds, 5))
         case "latency":
             from bench.latency import commit_to_visible
 
-            return lambda: commit_to_visible(max(300 * scale, 30.0), {"PGWAL_MAX_STALENESS": "1s"})
+            return lambda: commit_to_visible(max(300 * scale, 30.0), ({}, {"PGWAL_MAX_STALENESS": "1s"}))
         case _:
             from bench.startup import help_text
 

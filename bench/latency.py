@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -29,8 +29,16 @@ _WARMING_UP = 60.0  # seconds, after which the engine has compiled what it runs
 _START_SECONDS = 300.0
 
 
-def commit_to_visible(seconds: float, settings: dict[str, str]) -> Result:
-    """Measure for `seconds` of 400 changes a second on ten tables how old each commit is when a publish shows it."""
+def commit_to_visible(seconds: float, variants: Sequence[dict[str, str]]) -> Result:
+    """Measure for `seconds` of 400 changes a second on ten tables how old each commit is when a publish shows it.
+
+    `variants` are settings: each is measured by itself.
+    """
+    measures = tuple(measure for settings in variants for measure in _measured(seconds, settings))
+    return Result("latency", f"400 changes a second on {_TABLES} tables, {seconds:.0f} s", measures)
+
+
+def _measured(seconds: float, settings: dict[str, str]) -> tuple[Measure, ...]:
     with server() as postgres, tempfile.TemporaryDirectory(prefix="pgwal-bench-") as folder:
         dsn, home = make_database(postgres, "latency"), Path(folder) / "home"
         home.mkdir()
@@ -42,8 +50,7 @@ def commit_to_visible(seconds: float, settings: dict[str, str]) -> Result:
     shown = ", ".join(f"{name}={value}" for name, value in settings.items()) or "defaults"
     ordered = sorted(ages)
     found = {"p50": ordered[len(ordered) // 2], "p95": ordered[len(ordered) * 95 // 100], "longest": ordered[-1]}
-    measures = tuple(Measure(f"commit to visible, {name} ({shown})", "s", (age,)) for name, age in found.items())
-    return Result("latency", f"400 changes a second on {_TABLES} tables, {seconds:.0f} s", measures)
+    return tuple(Measure(f"commit to visible, {name} ({shown})", "s", (age,)) for name, age in found.items())
 
 
 def _fill(dsn: str) -> None:

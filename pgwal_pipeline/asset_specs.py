@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import dagster as dg
 
@@ -13,7 +13,17 @@ from pgwal_pipeline.messages.printable import code_span, distinct, plain_markdow
 from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
 from pgwal_pipeline.values.relation import TableName
 
-SOURCE, RAW, SNAPSHOT, CURRENT = "source", "raw", "snapshot", "current"
+Layer = Literal["source", "raw", "snapshot", "current"]
+
+SOURCE: Layer = "source"
+RAW: Layer = "raw"
+SNAPSHOT: Layer = "snapshot"
+CURRENT: Layer = "current"
+LAYERS = (SOURCE, RAW, SNAPSHOT, CURRENT)
+"""The layers of a table, each an asset."""
+
+TABLE, LAYER = "pgwal/table", "pgwal/layer"
+"""The metadata of each table's assets that say which table (schema.table) and layer it is, whatever its key."""
 
 REPORT = "pgwal/report"
 """The metadata entry of the slot's observations that holds a step's report as JSON."""
@@ -55,22 +65,23 @@ class AssetNames:
 
     def source(self, table: TableName) -> dg.AssetKey:
         """Return the key of the table in Postgres, an external asset."""
-        return self._of("postgres", table)
+        return self.of(SOURCE, table)
 
     def raw(self, table: TableName) -> dg.AssetKey:
         """Return the key of the raw table: every change, window by window."""
-        return self._of(RAW, table)
+        return self.of(RAW, table)
 
     def snapshot(self, table: TableName) -> dg.AssetKey:
         """Return the key of the snapshot table: the rows from before the table's changes were followed."""
-        return self._of(SNAPSHOT, table)
+        return self.of(SNAPSHOT, table)
 
     def current(self, table: TableName) -> dg.AssetKey:
         """Return the key of the current table: the table as of the newest publish."""
-        return self._of(CURRENT, table)
+        return self.of(CURRENT, table)
 
-    def _of(self, layer: str, table: TableName) -> dg.AssetKey:
-        return dg.AssetKey([*self.prefix, layer, distinct(table.schema), distinct(table.name)])
+    def of(self, layer: Layer, table: TableName) -> dg.AssetKey:
+        """Return the key of the table's asset in a layer."""
+        return dg.AssetKey([*self.prefix, "postgres" if layer == SOURCE else layer, distinct(table.schema), distinct(table.name)])
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,10 @@ class AssetSpecs:
             freshness_policy=dg.FreshnessPolicy.time_window(fail_window=self.slot_fails_after, warn_window=self.slot_fails_after / 2),
         )
 
+    def of(self, layer: Layer, known: KnownTable) -> dg.AssetSpec:
+        """Return the spec of the table's asset in a layer."""
+        return {SOURCE: self.source, RAW: self.raw, SNAPSHOT: self.snapshot, CURRENT: self.current}[layer](known)
+
     def source(self, known: KnownTable) -> dg.AssetSpec:
         """Return the spec of the table in Postgres, which is observed and never written to."""
         return dg.AssetSpec(
@@ -111,6 +126,7 @@ class AssetSpecs:
             owners=self.owners,
             description=_described(known, f"Table {code_span(str(known.table))} in Postgres."),
             metadata={
+                **_named(SOURCE, known),
                 "dagster/table_name": f"{known.table.schema}.{known.table.name}",
                 "dagster/column_schema": _source_schema(known),
                 "pgwal/key": ", ".join(known.key) or "none",
@@ -131,7 +147,8 @@ class AssetSpecs:
                 f"Every committed change of {code_span(str(known.table))}, exactly once, in an append-only Delta table. "
                 "A partition is a window of the write-ahead log; its key is the end LSN.",
             ),
-            metadata=_stored(self.lake.raw(known.location), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}),
+            metadata=_named(RAW, known)
+            | _stored(self.lake.raw(known.location), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}),
         )
 
     def snapshot(self, known: KnownTable) -> dg.AssetSpec:
@@ -148,7 +165,8 @@ class AssetSpecs:
                 f"The rows that {code_span(str(known.table))} had when the pipeline began to follow its changes, read in chunks while the "
                 "stream goes on. Materialize it to read the table again.",
             ),
-            metadata=_stored(
+            metadata=_named(SNAPSHOT, known)
+            | _stored(
                 self.lake.snapshot(known.location),
                 _lake_schema(known, _CURRENT_COLUMNS[1:]),
                 {name: [source] for name in _names(known)},
@@ -171,12 +189,17 @@ class AssetSpecs:
                 f"{code_span(str(known.table))} as it was in Postgres at the newest publish. "
                 "All current tables are at the same LSN: joining them shows one state of the source.",
             ),
-            metadata=_stored(
+            metadata=_named(CURRENT, known)
+            | _stored(
                 self.lake.current(known.location),
                 _lake_schema(known, _CURRENT_COLUMNS),
                 {name: [raw, snapshot] for name in _names(known)},
             ),
         )
+
+
+def _named(layer: Layer, known: KnownTable) -> dict[str, Any]:
+    return {TABLE: str(known.table), LAYER: layer}
 
 
 def _described(known: KnownTable, description: str) -> str:

@@ -4,13 +4,19 @@ from datetime import date, datetime
 
 import dagster as dg
 
+MOST_WINDOWS = 2000
+"""How many windows are partitions in Dagster, the newest. The lake has those of PGWAL_RAW_RETENTION, which may be many more."""
 
-def wal_windows(source: str = "") -> dg.DynamicPartitionsDefinition:
-    """Return the partitions that every raw asset has: one for each window that was drained, its key the end LSN as 16 hex digits.
 
-    `source` is the `name` of the component; empty for the only one. An asset with these partitions depends on a raw table window by window.
+def wal_windows(source: str = "", table: str | None = None) -> dg.DynamicPartitionsDefinition:
+    """Return the windows of the write-ahead log as partitions: one for each that was drained, its key the end LSN as 16 hex digits.
+
+    With `table` (schema.table, each part quoted as `quote_ident` does) those in which this table has rows, which its raw asset has. Dagster
+    takes partitions with one key in both for the same window. `source` is the `name` of the component; empty for the only one. The newest
+    `MOST_WINDOWS` are kept, and of these the table's.
     """
-    return dg.DynamicPartitionsDefinition(name=f"{source}_wal_windows" if source else "wal_windows")
+    name = f"{source}_wal_windows" if source else "wal_windows"
+    return dg.DynamicPartitionsDefinition(name=name if table is None else f"{name}/{table}")
 
 
 def commit_days(start: str | date) -> dg.DailyPartitionsDefinition:

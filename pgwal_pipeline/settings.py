@@ -64,11 +64,6 @@ def _may_hold_secret(name: str, value: str) -> bool:
     return name in _SECRET or "://" in value or "=" in value
 
 
-def value_of(name: str, environment: Mapping[str, str]) -> str:
-    """Return the variable `name`, or what is in the file that `<name>_FILE` names; "" if neither is set. Raises SettingError."""
-    return environment.get(name) or _from_file(name + _IN_FILE, environment) or ""
-
-
 def _from_file(variable: str, environment: Mapping[str, str]) -> str | None:
     """What the file has that `variable` names, without the end of its line; None if the variable is not set or the file is empty."""
     path = environment.get(variable)
@@ -96,9 +91,12 @@ class Settings(BaseModel):
         Field(description="libpq string or URI of the source; PG* variables, PGPASSFILE and service files as libpq has them"),
     ] = None
     lake: Annotated[str, Field(description="folder or s3://bucket/prefix (then the usual AWS_* variables)")] = "./lake"
-    slot: Annotated[str, Field(description="the replication slot: lower-case letters, digits and underscores, at most 50 of them")] = (
-        "pgwal"
-    )
+    slot: Annotated[
+        str,
+        Field(
+            pattern=r"^[a-z0-9_]{1,50}$", description="the replication slot: lower-case letters, digits and underscores, at most 50 of them"
+        ),
+    ] = "pgwal"
     publication: Annotated[str, Field(description="the publication's name, at most 63 bytes")] = "pgwal"
     tables: Annotated[str, Field(description="comma-separated schema.table globs such as shop.*,public.orders")] = "*.*"
     lag_threshold: Annotated[Size, Field(ge=0, description="a size such as 16MB")] = 16 << 20
@@ -125,13 +123,6 @@ class Settings(BaseModel):
         BeforeValidator(_parse_conf),
         Field(description='a JSON object of Spark settings such as {"spark.driver.memory": "4g"}'),
     ] = Field(default_factory=dict)
-
-    @field_validator("slot")
-    @classmethod
-    def _slot_name(cls, value: str) -> str:
-        if not re.fullmatch(r"[a-z0-9_]{1,50}", value):
-            raise ValueError
-        return value
 
     @field_validator("publication")
     @classmethod

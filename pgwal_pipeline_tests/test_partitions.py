@@ -85,6 +85,27 @@ def test_the_guides_assets_by_window_and_by_day(ours: dg.Definitions, source: So
         assert (windows, calendar) == (set(), set())
 
 
+def test_a_healthy_raw_table_misses_no_partition(ours: dg.Definitions, source: Source) -> None:
+    lines = AssetNames("pgwal").raw(TableName("shop", "order_lines"))
+    with dagster_instance() as instance:
+        source.sql("INSERT INTO shop.orders VALUES (1)")
+        first = drained(ours, instance)
+        source.sql("INSERT INTO shop.order_lines VALUES (1)")
+        second = drained(ours, instance)
+        source.sql("INSERT INTO shop.orders VALUES (2); INSERT INTO shop.order_lines VALUES (2)")
+        third = drained(ours, instance)
+        for key, expected in ((RAW, {first, third}), (lines, {second, third})):
+            partitions = ours.resolve_asset_graph().get(key).partitions_def
+            assert isinstance(partitions, dg.DynamicPartitionsDefinition)
+            assert partitions.name is not None
+            assert set(instance.get_dynamic_partitions(partitions.name)) == instance.get_materialized_partitions(key) == expected
+        # A window again, by the asset itself: nothing is read anew, and its table is materialized.
+        job = ours.get_implicit_global_asset_job_def()
+        again = job.execute_in_process(instance=instance, partition_key=third, asset_selection=[lines])
+        made = {(event.asset_key, event.partition) for event in again.get_asset_materialization_events()}
+        assert made == {(lines, third), (RAW, third)}
+
+
 def test_the_guides_other_assets_load(ours: dg.Definitions) -> None:
     for example in EXAMPLES[:-1]:
         dg.Definitions.validate_loadable(dg.Definitions.merge(ours, dg.Definitions(assets=list(assets_of(example).values()))))
@@ -93,6 +114,8 @@ def test_the_guides_other_assets_load(ours: dg.Definitions) -> None:
 def test_partitions_are_those_of_the_source_and_of_utc_days() -> None:
     assert pgwal_pipeline.wal_windows("shop").name == "shop_wal_windows"
     assert pgwal_pipeline.wal_windows().name == "wal_windows"
+    assert pgwal_pipeline.wal_windows(table="shop.orders").name == "wal_windows/shop.orders"
+    assert pgwal_pipeline.wal_windows("shop", 'a."B c"').name == 'shop_wal_windows/a."B c"'
     assert pgwal_pipeline.commit_days("2026-01-01") == pgwal_pipeline.commit_days(date(2026, 1, 1))
     now = datetime(2026, 1, 3, 0, 30, tzinfo=UTC)
     days = pgwal_pipeline.commit_days("2026-01-01").get_partition_keys(current_time=now)

@@ -6,11 +6,26 @@ No other module imports a private module of Dagster or changes one of its object
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import dagster as dg
 from dagster._core.definitions.definitions_load_context import DefinitionsLoadContext, DefinitionsLoadType
 from dagster._core.events import AssetMaterializationPlannedData, EngineEventData
 from dagster.components.utils.project_paths import get_code_server_metadata_key
+from dagster.components.utils.translation import TranslationFn, TranslationFnResolver
+
+__all__ = [
+    "TranslationFn",
+    "TranslationFnResolver",
+    "agreed_in_run",
+    "build_outside_a_project",
+    "configure_logging_once",
+    "loading",
+    "report_planned",
+    "state_is_missing",
+]
 
 _SUBJECT = "pgwal/of"
 
@@ -23,6 +38,11 @@ def loading() -> Iterator[None]:
         return
     with DefinitionsLoadContext.scoped(DefinitionsLoadContext(DefinitionsLoadType.INITIALIZATION)):
         yield
+
+
+def build_outside_a_project(component: dg.StateBackedComponent) -> dg.Definitions:
+    """Return the definitions of a component that stands in no project. Of its load context Dagster reads the project's folder alone."""
+    return component.build_defs(cast(dg.ComponentLoadContext, SimpleNamespace(project_root=Path.cwd())))
 
 
 def state_is_missing(state_key: str) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import dagster as dg
 
+from pgwal_pipeline.components import windows
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.requests import ENDED
 from pgwal_pipeline.components.source import SLOT_TAG, SNAPSHOT_TAG, CdcSource, StepContext, observe_slot, session_of, slot_of
@@ -22,16 +23,18 @@ def build_maintenance(source: CdcSource) -> dg.OpDefinition:
         required_resource_keys={source.slot_key, source.spark_key},
     )
     def maintain_lake(context: dg.OpExecutionContext) -> None:
+        from pgwal_pipeline.lake.layout import Lake
+        from pgwal_pipeline.lake.ledger import Ledger
         from pgwal_pipeline.pipeline.maintenance import maintain
 
         settings = slot_of(context, source).settings
         with at_work(context, source.slot_tags):
             report = maintain(settings, session_of(context, source), progress=progress.for_run(context.log))
-        for key in report.removed_keys:
-            context.instance.delete_dynamic_partition(source.windows_name, key)
-        stale = _delete_stale_partitions(context, source, report.oldest_key)
+        # Those before the oldest window were pruned by another process, or never drained by the run they were made for.
+        tables = {*Ledger(Lake(settings.lake)).tables(), *(known.table for known in source.tables)}
+        deleted = windows.delete(context.instance, source, tables, frozenset(report.removed_keys), report.oldest_key)
         runs = _delete_old_runs(context, source, settings.raw_retention)
-        numbers = {"pruned_windows": len(report.removed_keys), "deleted_partitions": len(report.removed_keys) + stale, "deleted_runs": runs}
+        numbers = {"pruned_windows": len(report.removed_keys), "deleted_partitions": deleted, "deleted_runs": runs}
         observe_slot(context, source, numbers | _stage_numbers(report.seconds), report.to_json())
 
     return maintain_lake
@@ -39,19 +42,6 @@ def build_maintenance(source: CdcSource) -> dg.OpDefinition:
 
 def _stage_numbers(seconds: Mapping[str, float]) -> dict[str, float]:
     return {f"{stage}_seconds": round(spent, 3) for stage, spent in seconds.items()}
-
-
-def _delete_stale_partitions(context: StepContext, source: CdcSource, oldest_key: str | None) -> int:
-    """Delete the partitions older than the oldest window in the lake; return how many.
-
-    Their windows were pruned by another process, or never drained by the run they were made for.
-    """
-    if oldest_key is None:
-        return 0
-    stale = [key for key in context.instance.get_dynamic_partitions(source.windows_name) if key < oldest_key]
-    for key in stale:
-        context.instance.delete_dynamic_partition(source.windows_name, key)
-    return len(stale)
 
 
 def _delete_old_runs(context: StepContext, source: CdcSource, older_than: float) -> int:

@@ -6,14 +6,14 @@ and as a tag of the run: a re-execution has the tag, and reads the same versions
 
 import hashlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 import dagster as dg
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from pgwal_pipeline.components.dagster_internals import agreed_in_run
-from pgwal_pipeline.components.resources import settings_without_source
+from pgwal_pipeline.components.resources import SourceSettings
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import parse_lsn
 
@@ -33,11 +33,20 @@ class PublishedLake(dg.ConfigurableResource):
     """The published tables of a lake, of which all steps of a run read the same versions."""
 
     lake: str | None = Field(default=None, description="Folder or s3://bucket/prefix of the lake; PGWAL_LAKE where it is left out.")
+    _source: SourceSettings = PrivateAttr(default_factory=SourceSettings)
+
+    @classmethod
+    def of_source(cls, source: SourceSettings) -> Self:
+        """Return the resource with the settings of `source`, its lake among them."""
+        made = cls()
+        made._source = source
+        return made
 
     @property
     def settings(self) -> Settings:
         """The settings for reading the lake. Raises SettingError naming the variable that is wrong."""
-        return settings_without_source({} if self.lake is None else {"lake": self.lake})
+        given = self._source.given
+        return SourceSettings(given if self.lake is None else {**given, "PGWAL_LAKE": self.lake}).without_source()
 
     def state(self, context: Any = None, as_of: str | None = None) -> "PublishedState":
         """Return one publish, to be read. With the `context` of an asset, an op or an input it is the same in all steps of the run.

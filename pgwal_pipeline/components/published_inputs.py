@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import dagster as dg
 from pydantic import Field, PrivateAttr
 
-from pgwal_pipeline.asset_specs import CURRENT
+from pgwal_pipeline.asset_specs import CURRENT, LAYER, TABLE
 from pgwal_pipeline.components.published import PublishedLake
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.messages.printable import distinct
@@ -30,7 +30,7 @@ class PublishedTableIOManager(dg.ConfigurableIOManager):
     def load_input(self, context: dg.InputContext) -> Any:
         """Return the table of the run's state. Raises PgwalError for a key that is no current asset's, and for another annotation."""
         state = PublishedLake(lake=self.lake).state(context)
-        table = _table_of(context.asset_key, state)
+        table = _table_of(context, state)
         kind = context.dagster_type.typing_type
         package, name = getattr(kind, "__module__", "").split(".")[0], getattr(kind, "__name__", "")
         if (package, name) == ("pyspark", "DataFrame"):
@@ -64,12 +64,28 @@ class PublishedTableIOManager(dg.ConfigurableIOManager):
         return connection.sql(f"FROM {readers.view_of(table)}")
 
 
-def _table_of(key: dg.AssetKey, state: "PublishedState") -> TableName:
-    """The published table of a current asset. Raises PgwalError if the key is another asset's."""
+def _table_of(context: dg.InputContext, state: "PublishedState") -> TableName:
+    """The published table of a current asset: what its metadata says, or else its key. Raises PgwalError if it is another asset's."""
+    key, said = context.asset_key, _metadata_of(context)
+    if TABLE in said and said.get(LAYER, CURRENT) == CURRENT:
+        try:
+            return TableName.parse(str(said[TABLE]))
+        except ValueError as error:
+            raise PgwalError(f"The metadata {TABLE} of asset {key.to_user_string()} is no table's name: {error}.") from None
     layer, *of_table = key.path[-3:] if len(key.path) >= 3 else ("", "", "")
-    if layer != CURRENT:
-        raise PgwalError(f"Asset {key.to_user_string()} is no current table: its key does not end with current/<schema>/<table>.")
+    if layer != CURRENT or said.get(LAYER, CURRENT) != CURRENT:
+        raise PgwalError(
+            f"Asset {key.to_user_string()} is no current table: its key does not end with current/<schema>/<table>, and its metadata "
+            f"{TABLE} and {LAYER} do not say so either."
+        )
     for table in state.publish.tables:
         if [distinct(table.schema), distinct(table.name)] == of_table:
             return table
     return TableName(*of_table)
+
+
+def _metadata_of(context: dg.InputContext) -> dict[str, Any]:
+    """The metadata of the asset that is loaded, and over it that of the input."""
+    above = None if context.upstream_output is None else context.upstream_output.definition_metadata
+    found = {**(above or {}), **(context.definition_metadata or {})}
+    return {name: value.value if isinstance(value, dg.MetadataValue) else value for name, value in found.items()}

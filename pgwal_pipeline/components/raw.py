@@ -13,6 +13,7 @@ from pgwal_pipeline.components.observations import observe_tables
 from pgwal_pipeline.components.requests import SOURCE_READING, SourceReading
 from pgwal_pipeline.components.source import CdcSource, StepContext, hint_unknown, observe_slot, slot_of, spark_of
 from pgwal_pipeline.components.steps import Step
+from pgwal_pipeline.components.windows import register
 from pgwal_pipeline.messages import progress
 from pgwal_pipeline.pipeline.reports import DrainReport, NewestCommit, TableCounts, WindowReport
 from pgwal_pipeline.values.lsn import format_lsn, parse_window_key
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 def build_drain(source: CdcSource) -> Step:
     """Build the step `drain_wal`, which materializes the raw tables that have rows in its window.
 
-    It cannot be run for some of the tables only: the slot is confirmed for all of them at once. They are materialized only after everything
+    It reads all tables whatever a run selects: the slot is confirmed for all of them at once. They are materialized only after everything
     is durable and the slot is confirmed.
     """
 
@@ -44,9 +45,8 @@ def build_drain(source: CdcSource) -> Step:
         "Reads the slot once, up to the window's end, into every raw table, then confirms the slot.",
         frozenset({source.slot_key, source.spark_key}),
         work,
-        asset=source.assets.raw,
+        asset=lambda known: source.assets.raw(known).replace_attributes(partitions_def=source.windows_of(known.table)),
         partitions=source.windows,
-        selectable=False,
         idle={"dagster/partition_row_count": 0},
     )
 
@@ -71,11 +71,10 @@ def _drain_and_report(context: StepContext, source: CdcSource) -> WindowReport |
 def report_windows(context: StepContext, source: CdcSource, report: DrainReport, *, own_key: str | None = None) -> None:
     """Add partitions for a drain's windows and log a materialization of each raw table that has rows in them.
 
-    The window `own_key` is left out: its partition is there, and the step yields its tables itself.
+    The tables of the window `own_key` are left out: the step yields them itself.
     """
+    register(context.instance, source, report.windows)
     others = [window for window in report.windows if window.key != own_key]
-    if others:
-        context.instance.add_dynamic_partitions(source.windows_name, [window.key for window in others])
     for window in others:
         for result in _results(source, window):
             context.log_event(materialization(result, window.key))
@@ -96,7 +95,7 @@ def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[Dra
     except ValueError as error:
         raise dg.Failure(f"{error}.", allow_retries=False) from None
     ledger = Ledger(Lake(slot.settings.lake))
-    done = next((window for window in ledger.windows() if window.key == key and window.state == "complete"), None)
+    done = next((window for window in ledger.windows(end - 1) if window.key == key and window.state == "complete"), None)
     frontier = ledger.frontier()
     if frontier is not None and end <= frontier:
         # A run that died may have left the slot unconfirmed, and the sensor asks for this window until the slot is confirmed.
@@ -129,7 +128,7 @@ def _drain(context: StepContext, slot: "ReplicationSlot", key: str) -> tuple[Dra
 def _drained_meanwhile(context: StepContext, ledger: "Ledger", end: int) -> bool:
     """Return whether the window that contains `end` was drained after this run was requested."""
     record = context.instance.get_run_record_by_id(context.run.run_id)
-    into = next((window for window in ledger.windows() if window.start_lsn < end <= window.end_lsn), None)
+    into = next((window for window in ledger.windows(end - 1) if window.start_lsn < end), None)
     return record is not None and into is not None and into.at is not None and into.at >= record.create_timestamp
 
 

@@ -1,16 +1,17 @@
-"""The two resources of runs, sensors and schedules: the slot with its source, and Spark."""
+"""The resources of runs, sensors and schedules: the slot with its source, and Spark; and the settings of one source that they go by."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 import dagster as dg
 from dagster_pyspark import LazyPySparkResource
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from pgwal_pipeline.messages.errors import SettingError
 from pgwal_pipeline.messages.progress import Progress
-from pgwal_pipeline.settings import PREFIX, Settings, value_of
+from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
@@ -21,50 +22,45 @@ if TYPE_CHECKING:
 DSN_VARIABLE = "PGWAL_SOURCE_DSN"
 
 
-def settings_for(overrides: Mapping[str, str], dsn_variable: str = DSN_VARIABLE) -> Settings:
-    """Read the settings from the environment, with `overrides` (by setting, such as `slot`) and the DSN from `dsn_variable`.
+@dataclass(frozen=True)
+class SourceSettings:
+    """The settings of one source: `given` to its component, as `PGWAL_*` variables, over those of the environment.
 
-    The DSN cannot be an override, because the UI shows what is in definitions. Raises SettingError, also if a `dsn_variable` other than the
-    default is not set: falling back on PGWAL_SOURCE_DSN would read the wrong source.
+    `unset` are the variables from which its DSN was to come, if they have none. They may hold secrets, so no configuration of a resource
+    holds them, which the UI would show: each process that loads the definitions makes them again.
     """
-    environment = dict(os.environ)
-    if dsn_variable != DSN_VARIABLE:
-        dsn = value_of(dsn_variable, environment)
-        if not dsn:
+
+    given: Mapping[str, str] = field(default_factory=dict, repr=False)
+    unset: tuple[str, ...] = ()
+
+    def whole(self) -> Settings:
+        """Return the settings. Raises SettingError, also if the component names variables for the DSN that are not set.
+
+        Falling back on PGWAL_SOURCE_DSN would then read the wrong source.
+        """
+        if self.unset:
             raise SettingError(
-                f"{dsn_variable} is not set; it takes the source's libpq string or URI, such as postgresql://user@host/database."
+                f"{' and '.join(self.unset)} is not set; it takes the source's libpq string or URI, such as "
+                "postgresql://user@host/database."
             )
-        environment[DSN_VARIABLE] = dsn
-    return Settings.from_environment(environment | _as_variables(overrides))
+        return Settings.from_environment(os.environ | self.given)
+
+    def without_source(self) -> Settings:
+        """Return the settings without a DSN: definitions also load without a source. Raises SettingError."""
+        dsn = (DSN_VARIABLE, f"{DSN_VARIABLE}_FILE")
+        return Settings.from_environment({name: value for name, value in (os.environ | self.given).items() if name not in dsn})
 
 
-def settings_without_source(overrides: Mapping[str, str]) -> Settings:
-    """Read the settings as `settings_for` does, but without a DSN: definitions also load without a source. Raises SettingError."""
-    environment = {name: value for name, value in os.environ.items() if name not in (DSN_VARIABLE, f"{DSN_VARIABLE}_FILE")}
-    return Settings.from_environment(environment | _as_variables(overrides))
-
-
-def _as_variables(overrides: Mapping[str, str]) -> dict[str, str]:
-    for name in overrides:
-        if name == "source_dsn":
-            raise SettingError(
-                "The DSN must not be in defs.yaml, where the UI shows it: set dsn_variable to the name of the variable that holds it."
-            )
-        if name not in Settings.model_fields:
-            raise SettingError(f"{PREFIX}{name.upper()} takes no value: there is no such setting.")
-    return {PREFIX + name.upper(): value for name, value in overrides.items()}
-
-
-class ReplicationSlot(dg.ConfigurableResource):
+@dataclass(frozen=True)
+class ReplicationSlot:
     """The slot and the publication on the source. Dagster code reads and changes them only through this resource."""
 
-    dsn_variable: str = Field(DSN_VARIABLE, description="The environment variable that holds the source's DSN.")
-    overrides: dict[str, str] = Field(default={}, description="Settings that override the environment's, such as {'slot': 'shop'}.")
+    source: SourceSettings = field(default_factory=SourceSettings)
 
     @property
     def settings(self) -> Settings:
         """The settings of this source. Raises SettingError naming the variable that is wrong or missing."""
-        return settings_for(self.overrides, self.dsn_variable)
+        return self.source.whole()
 
     def lag(self) -> "LagReading":
         """Return how far the slot is behind. Cheap: nothing is decoded. Raises SourceUnavailable while the source is away."""
@@ -107,9 +103,14 @@ class LakeSpark(LazyPySparkResource):
     """The Spark session for the lake, with Delta, the lake's storage and PGWAL_SPARK_* set up. Made at its first use, once a process."""
 
     spark_config: dict[str, Any] = Field(default={}, description="Further Spark settings; they override PGWAL_SPARK_CONF.")
-    overrides: dict[str, str] = Field(
-        default={}, description="Settings that override the environment's, such as {'spark_master': 'local[2]'}."
-    )
+    _source: SourceSettings = PrivateAttr(default_factory=SourceSettings)
+
+    @classmethod
+    def of_source(cls, source: SourceSettings) -> Self:
+        """Return the resource with the settings of `source`."""
+        made = cls()
+        made._source = source
+        return made
 
     def start(self) -> None:
         """Start the warm engine without waiting for it, where sessions are in one. It gets ready beside other work."""
@@ -127,9 +128,14 @@ class LakeSpark(LazyPySparkResource):
         return self._spark_session
 
     def _settings(self) -> Settings:
-        settings = settings_without_source(self.overrides)
+        settings = self._source.without_source()
         more = {name: str(value) for name, value in self.spark_config.items()}
         return settings.model_copy(update={"spark_conf": settings.spark_conf | more})
 
     def _init_session(self) -> None:
         self.session()
+
+
+def resource_with(description: str, make: Callable[[], Any]) -> dg.ResourceDefinition:
+    """Return the definition of a resource that `make` makes in each run and tick. The UI shows the description alone."""
+    return dg.ResourceDefinition(lambda _: make(), description=description)

@@ -50,12 +50,16 @@ class CdcSource:
 
     @property
     def windows(self) -> dg.DynamicPartitionsDefinition:
-        """The partitions of every raw table, one for each window."""
+        """The partitions of the jobs that drain, one for each window."""
         return wal_windows(self.name)
+
+    def windows_of(self, table: TableName) -> dg.DynamicPartitionsDefinition:
+        """Return the partitions of a raw table, one for each window in which it has rows."""
+        return wal_windows(self.name, str(table))
 
     @property
     def windows_name(self) -> str:
-        """The name of these partitions in the Dagster instance."""
+        """The name of `windows` in the Dagster instance."""
         assert self.windows.name is not None
         return self.windows.name
 
@@ -96,7 +100,10 @@ def op_safe(specs: Sequence[dg.AssetSpec]) -> tuple[list[dg.AssetSpec], dict[dg.
     if not given:
         return list(specs), {}
     safe = [
-        spec.replace_attributes(key=given.get(spec.key, spec.key), deps=[given.get(dep.asset_key, dep.asset_key) for dep in spec.deps])
+        spec.replace_attributes(
+            key=given.get(spec.key, spec.key),
+            deps=[dg.AssetDep(given.get(dep.asset_key, dep.asset_key), partition_mapping=dep.partition_mapping) for dep in spec.deps],
+        )
         for spec in specs
     ]
     return safe, {stand_in: key for key, stand_in in given.items()}

@@ -6,7 +6,7 @@ is planned and has an output, even if nothing was done for it. An op also runs w
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import dagster as dg
@@ -28,10 +28,10 @@ _TABLES = "tables"
 class Step:
     """A step of `source` called `name` in jobs and `graph_name` in the asset graph, which needs the resources with the keys `resources`.
 
-    For each table it materializes the `asset`, partitioned by `partitions`, and runs the `check`; one of the two may be missing. Both are
-    built for the asset graph only: with many tables that takes longer than a run. `selectable`: a run may select some of the tables; if
-    not, assets without a result are materialized with the metadata `idle`. `tables_config`: the description of a config field `tables` that
-    selects tables by name (schema.table); with None the step has no config.
+    For each table it materializes the `asset` and runs the `check`; one of the two may be missing. Both are built for the asset graph only:
+    with many tables that takes longer than a run. `partitions` are those of its jobs; an asset's are in its spec. With `idle` an asset that
+    a run selects and that has no result is materialized with this metadata. `tables_config`: the description of a config field `tables`
+    that selects tables by name (schema.table); with None the step has no config.
     """
 
     source: CdcSource
@@ -43,8 +43,7 @@ class Step:
     asset: Callable[[KnownTable], dg.AssetSpec] | None = None
     check: Callable[[KnownTable], dg.AssetCheckSpec] | None = None
     partitions: dg.PartitionsDefinition | None = None
-    selectable: bool = True
-    idle: Mapping[str, Any] = field(default_factory=dict)
+    idle: Mapping[str, Any] | None = None
     tables_config: str | None = None
 
     def op(self) -> dg.OpDefinition:
@@ -67,7 +66,7 @@ def _op(step: Step) -> dg.OpDefinition:
         config_schema=_config(step),
     )
     def work(context: dg.OpExecutionContext) -> Iterator[Any]:
-        partition = None if step.partitions is None else context.partition_key
+        partition = _partition(context, step)
         for result in step.work(context, _configured(context)):
             yield materialization(result, partition) if isinstance(result, dg.MaterializeResult) else _evaluation(result)
         yield dg.Output(None)
@@ -85,21 +84,20 @@ def _assets(step: Step, asset: Callable[[KnownTable], dg.AssetSpec]) -> dg.Asset
         description=step.description,
         specs=specs,
         check_specs=[_safe(check, given) for check in _check_specs(step)],
-        partitions_def=step.partitions,
-        can_subset=step.selectable,
+        can_subset=True,
         required_resource_keys=set(step.resources),
         config_schema=_config(step),
     )
     def work(context: dg.AssetExecutionContext) -> Iterator[Result]:
         keys, checks = context.selected_asset_keys, context.selected_asset_check_keys
         tables = _configured(context) or _of_selection(step, [spec.key for spec in assets], keys)
-        idle = set() if step.selectable else set(keys)
-        for result in _selected(context, step.work(context, tables), keys, checks):
+        idle = set() if step.idle is None else set(keys)
+        for result in _selected(context, step, step.work(context, tables), keys, checks):
             idle.discard(result.asset_key)
             yield result
         # Dagster would skip the steps after this one if a table were missing.
         for key in sorted(idle):
-            yield dg.MaterializeResult(asset_key=key, metadata=dict(step.idle))
+            yield dg.MaterializeResult(asset_key=key, metadata=dict(step.idle or {}))
 
     return work.with_attributes(asset_key_replacements=real_keys) if real_keys else work
 
@@ -112,7 +110,7 @@ def _checks(step: Step) -> dg.AssetsDefinition:
         name=step.source.named(step.graph_name),
         description=step.description,
         specs=[_safe(check, given) for check in specs],
-        can_subset=step.selectable,
+        can_subset=True,
         required_resource_keys=set(step.resources),
         config_schema=_config(step),
     )
@@ -120,7 +118,7 @@ def _checks(step: Step) -> dg.AssetsDefinition:
         checks = context.selected_asset_check_keys
         ran = context.op_execution_context
         tables = _configured(ran) or _of_selection(step, [check.key for check in specs], checks)
-        yield from _selected(ran, step.work(ran, tables), (), checks)
+        yield from _selected(ran, step, step.work(ran, tables), (), checks)
 
     checks = _ManyChecks(**work.get_attributes_dict())
     return checks.with_attributes(asset_key_replacements={stand_in: key for key, stand_in in given.items()}) if given else checks
@@ -173,7 +171,7 @@ def _of_selection(step: Step, keys: Sequence[object], selected: Collection[objec
 
 
 def _selected(
-    context: StepContext, results: Iterator[Result], keys: Collection[dg.AssetKey], checks: Collection[dg.AssetCheckKey]
+    context: StepContext, step: Step, results: Iterator[Result], keys: Collection[dg.AssetKey], checks: Collection[dg.AssetCheckKey]
 ) -> Iterator[Result]:
     """Yield the results that the run selects; log the materializations of other assets."""
     for result in results:
@@ -185,7 +183,11 @@ def _selected(
         elif result.asset_key in keys:
             yield result
         else:
-            context.log_event(materialization(result))
+            context.log_event(materialization(result, _partition(context, step)))
+
+
+def _partition(context: StepContext, step: Step) -> str | None:
+    return None if step.partitions is None else context.partition_key
 
 
 def _evaluation(result: dg.AssetCheckResult) -> dg.AssetCheckEvaluation:

@@ -19,7 +19,7 @@ _START_SECONDS = 180.0
 _ACTIVE = ("QUEUED", "NOT_STARTED", "STARTING", "STARTED", "CANCELING")
 
 _WORKSPACE = """load_from:
-  - python_module: {module_name: pgwal_pipeline.definitions, location_name: pgwal_pipeline}
+  - python_module: {module_name: pgwal_pipeline.demo.definitions, location_name: pgwal_pipeline}
 """
 _LOCATIONS = """{ workspaceOrError { ... on Workspace { locationEntries {
     name loadStatus locationOrLoadError { __typename ... on PythonError { message } }

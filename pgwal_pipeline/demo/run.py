@@ -22,7 +22,7 @@ import click
 from pgwal_pipeline.demo.dagster_ui import DagsterUi, is_free, next_free_port
 from pgwal_pipeline.demo.invariants import INVARIANTS, TABLES, broken_in_lake
 from pgwal_pipeline.demo.processes import end_marked, end_programs, mark
-from pgwal_pipeline.demo.shop import is_seeded, seed
+from pgwal_pipeline.demo.shop import describe, is_seeded, seed
 from pgwal_pipeline.demo.workload import Workload
 from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.host import interrupts
@@ -51,6 +51,7 @@ _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 # machine.
 _QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -XX:+UseSerialGC"
 _TOLD = {"STARTED": "has begun", "SUCCESS": "is done", "FAILURE": "has failed", "CANCELED": "was cancelled"}
+_ASSETS = "__ASSET_JOB"  # what Dagster calls a run that is of no job: one that an automation condition asked for
 _STATUS_EVERY = 60.0
 _PATIENCE = 120.0  # seconds without a first publish before a message says so
 _KEPT = (
@@ -150,6 +151,7 @@ def _start_postgres(place: Place, stack: ExitStack) -> Postgres:
 def _open_shop(dsn: str) -> None:
     with plain_session(dsn) as conn:
         if is_seeded(conn):
+            describe(conn)
             _say("The shop's tables exist already; nothing is seeded.")
         else:
             _say(f"Seeded the shop: {seed(conn):,} rows in six tables of schema shop.")
@@ -209,6 +211,7 @@ def _tell(place: Place, ui: DagsterUi, settings: Settings) -> None:
       lineage     {ui.address}/asset-groups
       runs        {ui.address}/runs
       sensors     {ui.address}/automation
+      marts       {ui.address}/locations/pgwal_pipeline/asset-groups/marts (four assets of group marts follow each publish by themselves)
       lake        {_short(place.lake)} (plain Delta tables; raw/ holds every change, current/ the tables as of the publish)
       logs        {_short(place.ui_log)}, {_short(place.postgres)}.log
 
@@ -262,7 +265,7 @@ class _Watch:
             return []
         changed = [(run, job, status) for run, job, status in runs if status in _TOLD and self._told.get(run) != status]
         self._told |= {run: status for run, _, status in changed}
-        return [f"  {job} {_TOLD[status]}{self._where(run, status)}" for run, job, status in changed]
+        return [f"  {'marts' if job == _ASSETS else job} {_TOLD[status]}{self._where(run, status)}" for run, job, status in changed]
 
     def _where(self, run: str, status: str) -> str:
         return f": {self.ui.address}/runs/{run}" if status == "FAILURE" else ""

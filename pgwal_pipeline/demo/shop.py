@@ -86,6 +86,22 @@ CREATE TABLE shop.payments (
 CREATE INDEX ON shop.payments (order_id);
 """
 
+# What Dagster shows as descriptions.
+COMMENTS = """
+COMMENT ON TABLE shop.customers IS 'People with an account.';
+COMMENT ON COLUMN shop.customers.spent IS 'What their orders have been paid, less refunds.';
+COMMENT ON TABLE shop.products IS 'What the shop sells.';
+COMMENT ON COLUMN shop.products.received IS 'Pieces that ever arrived: they lie on a shelf, or in an order.';
+COMMENT ON TABLE shop.inventory IS 'Shelves: the pieces of a product in a warehouse.';
+COMMENT ON COLUMN shop.inventory.on_hand IS 'Pieces on the shelf now.';
+COMMENT ON TABLE shop.orders IS 'Orders, from placed to shipped.';
+COMMENT ON COLUMN shop.orders.total IS 'The sum of its lines.';
+COMMENT ON COLUMN shop.orders.paid IS 'The sum of its payments.';
+COMMENT ON TABLE shop.order_lines IS 'What was ordered, at the price of that moment.';
+COMMENT ON TABLE shop.payments IS 'Money received; what was paid back is negative.';
+COMMENT ON COLUMN shop.payments.paid_at IS 'When it arrived. Its day (UTC) is the day of the revenue.';
+"""
+
 _OPENING = datetime(2025, 1, 1, 8, tzinfo=UTC)
 _FIRST_NAMES = (
     "Ada",
@@ -168,6 +184,11 @@ def is_seeded(conn: Connection) -> bool:
     return bool(row and row[0])
 
 
+def describe(conn: Connection) -> None:
+    """Comment the tables. A shop that an earlier version has seeded gets its comments so."""
+    conn.execute(COMMENTS)
+
+
 def seed(conn: Connection, *, customers: int = 400, products: int = 120, orders: int = 1500, seed: int = 7) -> int:
     """Create the schema and its first rows in one transaction, the same rows for the same arguments; return the number of rows.
 
@@ -177,6 +198,7 @@ def seed(conn: Connection, *, customers: int = 400, products: int = 120, orders:
     rows = 0
     with conn.transaction():
         conn.execute(SCHEMA)
+        describe(conn)
         people = list(_customers(rng, customers))
         goods = list(_products(rng, products))
         sold = _Sales(rng, people, goods, orders)

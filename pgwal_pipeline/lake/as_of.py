@@ -1,6 +1,5 @@
 """Find a publish in the ledger by LSN or time."""
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from pgwal_pipeline.lake.ledger import Ledger
@@ -17,30 +16,25 @@ def publish_as_of(ledger: Ledger, when: str = LATEST) -> Publish:
 
     Raises SettingError if `when` is none of these, LakeError if nothing was published by then.
     """
-    publishes = ledger.publishes()
-    if not publishes:
+    newest = ledger.publish()
+    if newest is None:
         raise LakeError(f"Nothing has been published in the lake {ledger.lake.uri} yet; run `pgwal sync` first.")
-    found = _newest(publishes, when)
+    found = newest if when == LATEST else _before(ledger, when)
     if found is None:
-        raise LakeError(
-            f"Nothing was published at or before {when}; the oldest publish in the lake is from {publishes[0].published_at.isoformat()}."
-        )
+        oldest = ledger.publishes()[0].published_at.isoformat()
+        raise LakeError(f"Nothing was published at or before {when}; the oldest publish in the lake is from {oldest}.")
     return found
 
 
-def _newest(publishes: Sequence[Publish], when: str) -> Publish | None:
-    if when == LATEST:
-        return publishes[-1]
+def _before(ledger: Ledger, when: str) -> Publish | None:
     try:
         lsn = parse_lsn(when)
     except ValueError:
         lsn = None
     if lsn is not None:
-        return max((publish for publish in publishes if publish.lsn <= lsn), key=lambda publish: publish.lsn, default=None)
+        return ledger.publish_before(lsn)
     try:
         moment = datetime.fromisoformat(when)
     except ValueError:
         raise SettingError(f"{when!r} is not latest, an LSN such as 16/B374D848 or a time such as 2026-01-31T12:00:00Z.") from None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return max((publish for publish in publishes if publish.published_at <= moment), key=lambda publish: publish.published_at, default=None)
+    return ledger.publish_before(moment=moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC))

@@ -4,11 +4,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count, takewhile
 from pathlib import Path
 from typing import TypeVar
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Field, Schema, Transaction
+from deltalake import CommitProperties, DeltaTable, Field, PostCommitHookProperties, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
@@ -34,6 +35,10 @@ _DAMAGED = re.compile(
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 _COMMIT_TRIES = 3  # for a commit that the store does not answer; delta-rs waits half a minute for an answer and does not retry
+
+_TIDIED_EVERY = 20
+_AFTER_COMMIT = PostCommitHookProperties(cleanup_expired_logs=False)
+"""What follows most commits. Looking for expired ones lists the whole log, so every twentieth commit does."""
 
 ATTEMPTS = 60
 """How often a change is tried when other writers are faster."""
@@ -177,6 +182,21 @@ def commit(
     of one version, the slower one gets CommitFailedError and must check again; `table.transaction_version(app_id)` is then the marker's
     version.
     """
+    commit_last(lake, uri, table, actions, partition_by=partition_by, marker=marker, replace=replace)
+    table.update_incremental()
+
+
+def commit_last(
+    lake: Lake,
+    uri: str,
+    table: DeltaTable,
+    actions: Sequence[AddAction | RemoveAction],
+    *,
+    partition_by: Sequence[str] = (),
+    marker: Transaction | None = None,
+    replace: bool = False,
+) -> None:
+    """Do as `commit`, but leave `table` at an earlier version: bringing it up to date takes as long as opening it."""
     before = table.version()
     for attempt in range(1, _COMMIT_TRIES + 1):
         try:
@@ -188,6 +208,7 @@ def commit(
                 commit_properties=CommitProperties(
                     app_transactions=None if marker is None else [marker], max_commit_retries=0 if replace else None
                 ),
+                post_commithook_properties=_AFTER_COMMIT if (before + 1) % _TIDIED_EVERY else None,
             )
         except (DeltaError, OSError) as error:
             lost = isinstance(error, CommitFailedError)
@@ -202,9 +223,8 @@ def commit(
             if table.version() != before:
                 raise CommitFailedError(f"another writer was faster at {uri}") from error
         else:
-            table.update_incremental()
             break
-    flush_commits(lake, uri, before, table.version())
+    _flush_commits_after(lake, uri, before)
 
 
 def _holds(table: DeltaTable, actions: Sequence[AddAction | RemoveAction]) -> bool:
@@ -216,8 +236,19 @@ def _holds(table: DeltaTable, actions: Sequence[AddAction | RemoveAction]) -> bo
 def flush_commits(lake: Lake, uri: str, before: int, last: int) -> None:
     """Write the commits of the table at `uri` after version `before` up to `last` to disk (fsync)."""
     if lake.is_local:
-        paths = [f"{lake.relative(uri)}/_delta_log/{version:020}.json" for version in range(before + 1, last + 1)]
+        paths = [_commit_path(lake, uri, version) for version in range(before + 1, last + 1)]
         flush(lake, [path for path in paths if (Path(lake.uri) / path).exists()])
+
+
+def _flush_commits_after(lake: Lake, uri: str, before: int) -> None:
+    """Write all commits after version `before` to disk. They follow one another without a gap, since they are too new to be removed."""
+    if lake.is_local:
+        paths = (_commit_path(lake, uri, version) for version in count(before + 1))
+        flush(lake, list(takewhile(lambda path: (Path(lake.uri) / path).exists(), paths)))
+
+
+def _commit_path(lake: Lake, uri: str, version: int) -> str:
+    return f"{lake.relative(uri)}/_delta_log/{version:020}.json"
 
 
 @contextmanager

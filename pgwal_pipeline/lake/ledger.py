@@ -15,7 +15,7 @@ import pyarrow.fs as pafs
 from pgwal_pipeline.lake import rows as as_rows
 from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.layout import Lake, filesystem
-from pgwal_pipeline.lake.log import SEQUENCE, RowLog
+from pgwal_pipeline.lake.log import ALL, NEWEST, SEQUENCE, RowLog
 from pgwal_pipeline.lake.records import Chunk, Plan, Publish, Source, TablePointer, TableState, Window
 from pgwal_pipeline.lake.stream_facts import Read
 from pgwal_pipeline.messages.errors import LakeError
@@ -39,12 +39,12 @@ class Ledger:
     def __init__(self, lake: Lake) -> None:
         self.lake = lake
         self._source = RowLog(lake, "source", as_rows.SOURCE, ["slot"])
-        self._windows = RowLog(lake, "windows", as_rows.WINDOWS, ["key"], without_pruned)
+        self._windows = RowLog(lake, "windows", as_rows.WINDOWS, ["key"], without_pruned, order="end_lsn")
         self._plans = RowLog(lake, "plans", as_rows.PLANS, ["start_lsn"])
         self._reads = RowLog(lake, "reads", as_rows.READS, ["key"])
         self._tables = RowLog(lake, "tables", as_rows.TABLES, ["table"])
         self._chunks = RowLog(lake, "chunks", as_rows.CHUNKS, ["table", "generation", "chunk"])
-        self._publishes = RowLog(lake, "publishes", as_rows.PUBLISHES, ["lsn"])
+        self._publishes = RowLog(lake, "publishes", as_rows.PUBLISHES, ["lsn"], order="lsn")
         self._read: dict[int, Window] = {}
 
     def source(self) -> Source | None:
@@ -68,13 +68,13 @@ class Ledger:
 
     def windows(self, after: int = 0) -> tuple[Window, ...]:
         """Return the windows that end past `after`, in the order of their LSNs. A `pruned` one may stand for many."""
-        rows = self._windows.rows()
+        rows = self._windows.rows(after or ALL)
         chosen = rows.filter(pc.field("end_lsn") > after) if after else rows
         return tuple(sorted(self._as_windows(chosen), key=lambda window: (window.start_lsn, window.end_lsn)))
 
     def prepared(self) -> tuple[Window, ...]:
         """Return the windows whose files are durable but may not be in raw yet, in the order of their LSNs."""
-        rows = self._windows.rows().filter(pc.field("state") == "prepared")
+        rows = self._windows.rows(self._published()).filter(pc.field("state") == "prepared")
         return tuple(sorted(self._as_windows(rows), key=lambda window: window.start_lsn))
 
     def append_window(self, window: Window) -> None:
@@ -92,7 +92,7 @@ class Ledger:
             added = [row for row in (self._accept(window, rows) for window in windows) if row.num_rows]
             return pa.concat_tables(added) if added else rows.slice(0, 0)
 
-        self._windows.append(decide)
+        self._windows.append(decide, min((window.start_lsn for window in windows), default=0) - 1)
 
     def record_plan(self, plan: Plan) -> None:
         """Record how a backlog is cut into windows. A newer plan from the same start LSN replaces an older one."""
@@ -159,17 +159,28 @@ class Ledger:
 
         Complete windows cover everything from the start of the newest slot up to there.
         """
-        rows = self._windows.rows()
-        done = rows.filter(pc.field("state") != "prepared")
+        # A publish is at what was the frontier, so only the windows from there on can tell where it is now.
+        published = self._published()
+        found = self._reached(published) if published else None
+        return self._reached(0) if found is None else found
+
+    def _reached(self, begin: int) -> int | None:
+        """The frontier, given that it is at `begin` at least (0: nothing is known of it). None if no window ends there or after it."""
+        rows = self._windows.rows(begin - 1 if begin else ALL)
+        done = rows.filter((pc.field("state") != "prepared") & (pc.field("end_lsn") >= begin))
         if done.num_rows == 0:
             return None
         starts, ends = done["start_lsn"].to_numpy(), done["end_lsn"].to_numpy()
         origins = starts[starts == ends]
-        reached = int(origins.max() if len(origins) else starts.min())
+        reached = max(begin, int(origins.max() if len(origins) else starts.min()))
         for position in np.lexsort((ends, starts)):
             if starts[position] <= reached:
                 reached = max(reached, int(ends[position]))
         return reached
+
+    def _published(self) -> int:
+        """The LSN of the newest publish; 0 before the first."""
+        return max(self._publishes.rows(NEWEST)["lsn"].to_pylist(), default=0)
 
     def tables(self) -> dict[TableName, TableState]:
         """Return the state of every table that the pipeline has ever met, by name, in the order of the names."""
@@ -196,7 +207,17 @@ class Ledger:
 
     def publish(self) -> Publish | None:
         """Return the newest publish, None before the first."""
-        newest = self._publishes.rows().sort_by("lsn")
+        newest = self._publishes.rows(NEWEST).sort_by("lsn")
+        return as_rows.publishes(newest.slice(newest.num_rows - 1), self.lake)[0] if newest.num_rows else None
+
+    def publish_before(self, lsn: int | None = None, moment: datetime | None = None) -> Publish | None:
+        """Return the newest publish that is not past `lsn`, or not after `moment`; None if there is none."""
+        found = self._publishes.rows()
+        if lsn is not None:
+            found = found.filter(pc.field("lsn") <= lsn)
+        if moment is not None:
+            found = found.filter(pc.field("published_at") <= moment)
+        newest = found.sort_by("lsn" if moment is None else "published_at")
         return as_rows.publishes(newest.slice(newest.num_rows - 1), self.lake)[0] if newest.num_rows else None
 
     def publishes(self) -> tuple[Publish, ...]:
@@ -212,7 +233,7 @@ class Ledger:
                 _require_forward(as_rows.publishes(newest.slice(newest.num_rows - 1), self.lake)[0], publish)
             return as_rows.publish_rows(publish, self.lake)
 
-        self._publishes.append(decide)
+        self._publishes.append(decide, NEWEST)
 
     def generations(self, location: TableName) -> set[str]:
         """Return the generations of the table at that location that have chunks in the ledger."""

@@ -4,10 +4,13 @@ Every append carries the number of its last row as a Delta transaction, so appen
 reads again and decides again. So every decision is made with all earlier rows known.
 """
 
+import math
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +19,7 @@ from deltalake import DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import RemoveAction
 
+from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake.delta import ATTEMPTS, commit, crowded, ensure_table, lake_errors, open_table
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, new_file_name
@@ -25,13 +29,31 @@ SEQUENCE = "seq"
 
 _MARKER = "pgwal_ledger"
 _MANY_FILES = 8
-_LARGE_FILE = 1 << 20  # bytes; files of this size and more are not joined with others
-_CONFIGURATION = {
+_TIERS = ((128 << 10, 500), (1 << 20, 5000))
+"""The bytes and rows from which on a file is not joined with smaller ones, and with none at all: what is written again stays little."""
+CONFIGURATION = {
     "delta.checkpointInterval": "20",  # a new reader reads the commits since the last checkpoint one by one
-    "delta.logRetentionDuration": "interval 1 days",
-    "delta.deletedFileRetentionDuration": "interval 1 days",
+    # Each commit that is kept costs every reader and writer. A writer that slept for longer in the middle of its commit would write that in
+    # the place of one that was removed, unseen.
+    "delta.logRetentionDuration": "interval 6 hours",
+    "delta.deletedFileRetentionDuration": "interval 6 hours",
     "delta.enableExpiredLogCleanup": "true",
 }
+
+
+ALL, NEWEST = -math.inf, math.inf
+"""What `after` takes for all rows, and for those with the largest `order`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of a log: its bytes and rows, the numbers of its first and last row, and the largest `order` in it."""
+
+    size: int
+    rows: int
+    first: float
+    last: float
+    order: float
 
 
 class RowLog:
@@ -39,10 +61,19 @@ class RowLog:
 
     `select` reduces the newest rows of all keys further, to the valid ones. A log that does not exist reads as no rows; reading creates
     nothing. All methods raise LakeError if the lake cannot be used.
+
+    `order` is a column of integers that are never null and the same in all rows with one key. Reads and appends that are only about rows
+    past one value (`after`) then leave out older files, so that they cost the same however long the log is.
     """
 
     def __init__(
-        self, lake: Lake, name: str, schema: pa.Schema, key: Sequence[str], select: Callable[[pa.Table], pa.Table] = lambda rows: rows
+        self,
+        lake: Lake,
+        name: str,
+        schema: pa.Schema,
+        key: Sequence[str],
+        select: Callable[[pa.Table], pa.Table] = lambda rows: rows,
+        order: str | None = None,
     ) -> None:
         self._lake = lake
         self._uri = lake.ledger(name)
@@ -50,33 +81,40 @@ class RowLog:
         self._schema = pa.schema([pa.field(SEQUENCE, pa.int64()), *schema])
         self._key = list(key)
         self._select = select
+        self._order = order
         self._lock = threading.RLock()
         self._table: DeltaTable | None = None
         self._version = -1
-        self._sizes: dict[str, int] = {}
+        self._named: dict[str, _File] = {}
         self._files: dict[str, pa.Table] = {}
-        self._valid_rows: pa.Table | None = None
+        self._valid_of: tuple[str, ...] | None = None
+        self._valid_rows = self._schema.empty_table()
 
-    def rows(self) -> pa.Table:
-        """Return the rows that are valid now, oldest first, with `seq` as the first column."""
+    def rows(self, after: float = ALL) -> pa.Table:
+        """Return the rows that are valid now, oldest first, with `seq` as the first column.
+
+        With `after` those whose `order` is past it, and the rows with the largest `order`; others may be among them. `NEWEST`: only the
+        latter.
+        """
         with self._lock, lake_errors(self._uri):
             self._refresh()
-            return self._valid()
+            return self._valid(after)
 
-    def append(self, decide: Callable[[pa.Table], pa.Table]) -> None:
+    def append(self, decide: Callable[[pa.Table], pa.Table], after: float = ALL) -> None:
         """Append the rows that `decide` returns, given the valid rows. Its rows have no `seq`; if it returns none, nothing is written.
 
-        `decide` is called again if another writer was faster, so it has seen every earlier row. Its errors pass through.
+        `decide` is called again if another writer was faster, so it has seen every earlier row. Its errors pass through. It is given the
+        rows that `rows(after)` returns.
         """
         with self._lock, lake_errors(self._uri):
             self._refresh()
             if self._table is None:
-                if decide(self._valid()).num_rows == 0:
+                if decide(self._valid(after)).num_rows == 0:
                     return
-                self._table = ensure_table(self._lake, self._uri, self._schema, configuration=_CONFIGURATION)
+                self._table = ensure_table(self._lake, self._uri, self._schema, configuration=CONFIGURATION)
                 self._load()
             for attempt in range(ATTEMPTS):
-                rows = decide(self._valid())
+                rows = decide(self._valid(after))
                 if rows.num_rows == 0:
                     return
                 last = self._last()
@@ -93,7 +131,7 @@ class RowLog:
         with self._lock, lake_errors(self._uri):
             for _ in range(ATTEMPTS):
                 self._refresh()
-                if not self._files or self._commit(list(self._files), keep(self._valid()), self._last()):
+                if not self._named or self._commit(list(self._named), keep(self._valid()), self._last()):
                     return
             raise crowded(self._uri)
 
@@ -109,15 +147,14 @@ class RowLog:
         self._load()
 
     def _load(self) -> None:
-        """Read those files of the table's version that have not been read yet. Files never change."""
+        """Take the names of the files of the table's version. Files never change, and each is read when it is first needed."""
         version = -1 if self._table is None else self._table.version()
         if version == self._version:
             return
-        actions = pa.table({"path": [], "size_bytes": []}) if self._table is None else pa.table(self._table.get_add_actions(flatten=True))
-        self._sizes = dict(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
-        self._files = {name: self._files[name] if name in self._files else self._read(name) for name in self._sizes}
+        self._named = {} if self._table is None else _named(self._table, self._order)
+        self._files = {name: rows for name, rows in self._files.items() if name in self._named}
         self._version = version
-        self._valid_rows = None
+        self._valid_of = None
 
     def _read(self, name: str) -> pa.Table:
         with lake_errors(f"{self._uri}/{name}"), filesystem(self._lake.uri).open_input_file(f"{self._folder}/{name}") as file:
@@ -132,35 +169,53 @@ class RowLog:
         ]
         return pa.table(columns, self._schema.names).cast(self._schema)
 
-    def _valid(self) -> pa.Table:
-        if self._valid_rows is None:
-            rows = pa.concat_tables(self._files.values()) if self._files else self._schema.empty_table()
-            newest = rows.group_by(self._key).aggregate([(SEQUENCE, "max")])[f"{SEQUENCE}_max"]
-            self._valid_rows = self._select(_numbered(rows, newest).sort_by(SEQUENCE))
+    def _valid(self, after: float = ALL) -> pa.Table:
+        names = self._needed(after)
+        if names != self._valid_of:
+            self._valid_rows = self._select(_newest(self._rows_of(names), self._key))
+            self._valid_of = names
         return self._valid_rows
+
+    def _needed(self, after: float) -> tuple[str, ...]:
+        """The files that decide which rows past `after` are valid: those with such rows, and those with rows that were appended later."""
+        found = self._named.values()
+        newest = max((file.order for file in found), default=ALL)
+        first = min((file.first for file in found if file.order > after or file.order == newest), default=0)
+        return tuple(sorted(name for name, file in self._named.items() if file.last >= first))
+
+    def _rows_of(self, names: Sequence[str]) -> pa.Table:
+        self._files.update((name, self._read(name)) for name in names if name not in self._files)
+        return pa.concat_tables([self._files[name] for name in names]) if names else self._schema.empty_table()
 
     def _last(self) -> int:
         return (None if self._table is None else self._table.transaction_version(_MARKER)) or 0
 
     def _join_small_files(self) -> None:
         """Join many small files into one, with only the valid rows. If another writer is faster, a later append does it."""
-        small = [name for name, size in self._sizes.items() if size < _LARGE_FILE]
-        if len(small) > _MANY_FILES:
-            joined = pa.concat_tables([self._files[name] for name in small])
-            self._commit(small, _numbered(self._valid(), joined[SEQUENCE]), self._last())
+        for tier in range(len(_TIERS)):
+            small = [name for name, file in self._named.items() if _tier(file) == tier]
+            if len(small) > _MANY_FILES:
+                joined = self._rows_of(small)
+                first = min(self._named[name].first for name in small)
+                later = tuple(sorted(name for name, file in self._named.items() if file.last >= first))
+                valid = self._select(_newest(self._rows_of(later), self._key))
+                self._commit(small, _numbered(valid, joined[SEQUENCE]), self._last())
 
     def _commit(self, removed: Sequence[str], rows: pa.Table, last: int) -> bool:
         """Replace the files `removed` by one with `rows`; False, with nothing changed, if another writer was faster."""
         assert self._table is not None
         name = new_file_name()
         rows = rows.select(self._schema.names).cast(self._schema)
-        file = ParquetFile(self._lake, f"{self._folder}/{name}", self._schema)
+        file = ParquetFile(self._lake, f"{self._folder}/{name}", self._schema, [SEQUENCE, *([self._order] if self._order else [])])
         file.write(rows)
         added = add_action(file.close(self._folder), {})
         now = int(time.time() * 1000)
         gone = [
-            RemoveAction(path, data_change=True, deletion_timestamp=now, size=self._sizes[path], partition_values={}) for path in removed
+            RemoveAction(path, data_change=True, deletion_timestamp=now, size=self._named[path].size, partition_values={})
+            for path in removed
         ]
+        if removed:
+            failpoints.hit("ledger.in_join")
         try:
             commit(self._lake, self._uri, self._table, [*gone, added], marker=Transaction(_MARKER, last))
         except CommitFailedError:
@@ -169,6 +224,31 @@ class RowLog:
         self._files[name] = rows
         self._load()
         return True
+
+
+def _named(table: DeltaTable, order: str | None) -> dict[str, _File]:
+    """The files of `table` by name. One without statistics, of an older version, may have any rows."""
+    found = pa.table(table.get_add_actions(flatten=True))
+
+    def column(name: str, missing: float) -> list[Any]:
+        values = found[name].to_pylist() if name in found.column_names else [None] * found.num_rows
+        return [missing if value is None else value for value in values]
+
+    limits = column("num_records", 0), column(f"min.{SEQUENCE}", 0), column(f"max.{SEQUENCE}", NEWEST), column(f"max.{order}", NEWEST)
+    return {
+        name: _File(size, *numbers)
+        for name, size, *numbers in zip(found["path"].to_pylist(), found["size_bytes"].to_pylist(), *limits, strict=True)
+    }
+
+
+def _tier(file: _File) -> int:
+    return sum(file.size >= size or file.rows >= rows for size, rows in _TIERS)
+
+
+def _newest(rows: pa.Table, key: list[str]) -> pa.Table:
+    """The newest row of each key, in the order of their numbers."""
+    newest = rows.group_by(key).aggregate([(SEQUENCE, "max")])[f"{SEQUENCE}_max"]
+    return _numbered(rows, newest).sort_by(SEQUENCE)
 
 
 def _numbered(rows: pa.Table, numbers: pa.ChunkedArray) -> pa.Table:

@@ -25,7 +25,7 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake.delta import (
     ATTEMPTS,
     Clash,
-    commit,
+    commit_last,
     crowded,
     ensure_table,
     lake_errors,
@@ -55,10 +55,12 @@ __all__ = [
 ]
 
 _MARKER = "pgwal_windows"
-_CONFIGURATION = {
+CONFIGURATION = {
     "delta.dataSkippingStatsColumns": COMMIT_LSN,
     "delta.deletedFileRetentionDuration": "interval 1 days",
-    "delta.logRetentionDuration": "interval 2 days",
+    # Every reader and writer of a table lists the commits that are kept, and there may be one every few seconds.
+    "delta.logRetentionDuration": "interval 6 hours",
+    "delta.checkpointInterval": "50",
 }
 _COLUMN_COST = 512  # bytes, about: what an Arrow array takes besides its values
 _LOOSE = 64
@@ -401,7 +403,7 @@ def ensure_raw_table(lake: Lake, location: TableName, rows: pa.Schema) -> str:
     path = lake.raw(location)
     wanted = partitioned_schema(fitted(_standing_schema(lake, path) or Schema([]), plain_schema(rows)), WINDOW)
     try:
-        ensure_table(lake, path, wanted, partition_by=[WINDOW], configuration=_CONFIGURATION)
+        ensure_table(lake, path, wanted, partition_by=[WINDOW], configuration=CONFIGURATION)
     except Clash as clash:
         raise changed_type(location, clash) from None
     return path
@@ -434,7 +436,7 @@ def commit_window(lake: Lake, key: str, writes: Iterable[TableWrite]) -> dict[st
 def _commit_table(lake: Lake, key: str, write: TableWrite) -> None:
     with lake_errors(write.path):
         try:
-            table = ensure_table(lake, write.path, Schema.from_json(write.schema_json), partition_by=[WINDOW], configuration=_CONFIGURATION)
+            table = ensure_table(lake, write.path, Schema.from_json(write.schema_json), partition_by=[WINDOW], configuration=CONFIGURATION)
         except Clash as clash:
             raise changed_type(write.table, clash) from None
         for _ in range(ATTEMPTS):
@@ -443,7 +445,7 @@ def _commit_table(lake: Lake, key: str, write: TableWrite) -> None:
             actions = [add_action(file, {WINDOW: key}) for file in _in_place(lake, key, write)]
             try:
                 # With the marker the slower of two processes that commit the same window fails, checks again and finds the window.
-                commit(lake, write.path, table, actions, partition_by=[WINDOW], marker=Transaction(_MARKER, table.version()))
+                commit_last(lake, write.path, table, actions, partition_by=[WINDOW], marker=Transaction(_MARKER, table.version()))
             except CommitFailedError:
                 table.update_incremental()
             else:

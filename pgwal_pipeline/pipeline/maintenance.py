@@ -12,6 +12,7 @@ from pgwal_pipeline.lake import maintenance as lakes
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
+from pgwal_pipeline.lake.retention import shorten_logs
 from pgwal_pipeline.messages.amounts import size
 from pgwal_pipeline.messages.errors import LakeError, PgwalError, SlotBusy, TableError
 from pgwal_pipeline.messages.progress import Progress
@@ -85,6 +86,7 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
     seconds["joined"] = time.perf_counter() - started
     started = time.perf_counter()
     removed = lakes.vacuum(lake, ledger, refused=refused)
+    shorten_logs(lake, refused)
     seconds["removed"] = time.perf_counter() - started
     progress.say(f"Joined small files: {joined} fewer. Removed {removed} files that nothing needs any more.")
 

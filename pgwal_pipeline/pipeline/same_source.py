@@ -30,7 +30,7 @@ def to_be_sent_again(ledger: Ledger, confirmed_lsn: int, frontier: int) -> tuple
         return None
     marks: tuple[TransactionMark, ...] = ()
     known_from = frontier
-    for window in reversed(ledger.windows()):
+    for window in reversed(ledger.windows(confirmed_lsn)):
         if window.end_lsn != known_from or window.start_lsn == window.end_lsn or not _has_marks(window):
             break
         marks = window.marks + marks

@@ -145,11 +145,11 @@ def find_changes(
         return changes(None, "nothing of this table was read before")
     if since > until.lsn:
         raise PgwalError(f"Changes since {format_lsn(since)} cannot be read from the publish at {format_lsn(until.lsn)}, which is older.")
-    before = max((found for found in ledger.publishes() if found.lsn <= since), key=lambda found: found.lsn, default=None)
+    before = ledger.publish_before(since)
     if before is None:
         return changes(since, f"the lake has no publish at or before {format_lsn(since)} any more (PGWAL_AS_OF_RETENTION)")
     since = before.lsn
-    if since == until.lsn:
+    if since == until.lsn and not history:
         return changes(since)
     older = next((at for at in before.tables.values() if at.path == newer.path), None)
     reason = _why_unknown(ledger, state, key, before, older, newer, until, history)
@@ -211,7 +211,7 @@ def _raw_as_it_is(lake: Lake, path: str) -> TablePointer | None:
 
 def _last_window(ledger: Ledger, until: int) -> str:
     """The key of the last window with changes below `until`."""
-    return max((window.key for window in ledger.windows() if window.start_lsn < until), default=window_key(until))
+    return max((window.key for window in ledger.windows(until - 1) if window.start_lsn < until), default=window_key(until))
 
 
 def _truncates(raw: TablePointer, span: net.Span) -> tuple[int, int] | None:

@@ -1,11 +1,15 @@
+import os
 from pathlib import Path
 
 import dagster as dg
 import pytest
 
-from pgwal_pipeline import known_tables
-from pgwal_pipeline.asset_specs import AssetNames
-from pgwal_pipeline.components.resources import DSN_VARIABLE, ReplicationSlot
+from pgwal_pipeline import build_cdc_definitions, known_tables
+from pgwal_pipeline.asset_specs import AssetNames, Layer
+from pgwal_pipeline.components.cdc import PostgresCdcComponent
+from pgwal_pipeline.components.resources import DSN_VARIABLE
+from pgwal_pipeline.messages.errors import SettingError
+from pgwal_pipeline.translator import CdcTable, PgwalTranslator
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.components.projects import project
 from pgwal_pipeline_tests.support import Source
@@ -123,9 +127,11 @@ def test_two_sources_stand_side_by_side(source: Source, tmp_path: Path, monkeypa
     monkeypatch.setenv("SHOP_DSN", source.dsn)
     shop = {
         "name": "shop",
-        "key_prefix": ["shop"],
-        "dsn_variable": "SHOP_DSN",
-        "settings": {"slot": "shop", "publication": "shop", "lake": str(tmp_path / "shop"), "lag_threshold": "1kB"},
+        "source_dsn": "{{ env.SHOP_DSN }}",
+        "slot": "shop",
+        "publication": "shop",
+        "lake": str(tmp_path / "shop"),
+        "max_staleness": "6s",
     }
     with project(tmp_path, {"cdc": {}, "shop": shop}) as definitions:
         dg.Definitions.validate_loadable(definitions)
@@ -142,6 +148,137 @@ def test_two_sources_stand_side_by_side(source: Source, tmp_path: Path, monkeypa
         assert definitions.resolve_job_def("shop_sync").run_tags == {"pgwal/slot": "shop.shop"}
         steps = {node.name for name in ("sync", "shop_sync") for node in definitions.resolve_job_def(name).nodes}
         assert steps == {"drain_wal", "publish_current", "shop_drain_wal", "shop_publish_current"}
+        repository = definitions.get_repository_def()
+        assert {sensor.name: sensor.minimum_interval_seconds for sensor in repository.sensor_defs} == {
+            "wal_lag": 20,
+            "new_tables": 15,
+            "shop_wal_lag": 2,
+            "shop_new_tables": 15,
+        }
+        assert {schedule.name for schedule in repository.schedule_defs} == {
+            f"{prefix}{name}" for prefix in ("", "shop_") for name in ("hourly_sync", "nightly_maintenance")
+        }
+        resources = repository.get_top_level_resources()
+        assert set(resources) == {f"{prefix}{name}" for prefix in ("", "shop_") for name in ("slot", "spark", "lake")}
+
+
+def test_a_source_that_is_down_or_not_named_leaves_the_other_alone(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source.sql("CREATE TABLE a (id int PRIMARY KEY)")
+    monkeypatch.setenv(DSN_VARIABLE, source.dsn)
+    monkeypatch.delenv("NOT_THERE", raising=False)
+    down = {"name": "down", "source_dsn": NOBODY, "lake": str(tmp_path / "down")}
+    nameless = {"name": "unset", "source_dsn": "{{ env.NOT_THERE }}", "lake": str(tmp_path / "unset")}
+    with project(tmp_path, {"cdc": {}, "down": down, "unset": nameless}) as definitions:
+        dg.Definitions.validate_loadable(definitions)
+        assert keys(definitions) == {
+            *("slot/pgwal", "down/slot/pgwal", "unset/slot/pgwal"),
+            *(f"{layer}/public/a" for layer in ("postgres", "raw", "snapshot", "current")),
+        }
+        assert job_names(definitions) == {f"{prefix}{job}" for prefix in ("", "down_", "unset_") for job in JOBS}
+
+
+def test_what_a_wrong_attribute_does(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="cdc") as found, project(tmp_path, {"cdc": {"slot": "No-Slot"}}):
+        pass
+    assert "PGWAL_SLOT is 'No-Slot', but it takes the replication slot" in str(found.value.__cause__)
+
+
+def test_an_odd_name_changes_nothing_for_its_neighbors(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source.sql("CREATE TABLE plain (id int PRIMARY KEY)")
+    source.sql('CREATE TABLE "Order Lines" (id int PRIMARY KEY)')
+    monkeypatch.setenv(DSN_VARIABLE, source.dsn)
+    with project(tmp_path, {"cdc": {}}) as definitions:
+        graph = definitions.resolve_asset_graph()
+        for name in ("plain", "Order Lines"):
+            mappings = graph.get(dg.AssetKey(["current", "public", name])).partition_mappings
+            assert mappings == {dg.AssetKey(["raw", "public", name]): dg.SpecificPartitionsPartitionMapping([])}
+
+
+MEDALS = {
+    "key": "{{ {'raw': 'bronze', 'current': 'gold'}.get(layer, layer) }}/{{ table.schema }}_{{ table.name }}",
+    "group_name": "medals",
+    "owners": ["team:shop"],
+    "tags": {"layer": "{{ layer }}"},
+    "automation_condition": "{{ dg.AutomationCondition.eager() if layer == 'snapshot' else None }}",
+    "metadata": {"columns": "{{ table.columns | length }}"},
+}
+
+
+def check_medals(definitions: dg.Definitions) -> None:
+    """The assets of the table `shop.Order Lines` and of `shop.orders` as MEDALS has them, with lineage, partitions and checks."""
+    dg.Definitions.validate_loadable(definitions)
+    graph = definitions.resolve_asset_graph()
+    for name in ("orders", "Order Lines"):
+        gold, bronze, snapshot, postgres = (dg.AssetKey([layer, f"shop_{name}"]) for layer in ("gold", "bronze", "snapshot", "source"))
+        assert graph.get(gold).parent_keys == {bronze, snapshot}
+        assert graph.get(bronze).parent_keys == graph.get(snapshot).parent_keys == {postgres}
+        assert graph.get(bronze).partitions_def == dg.DynamicPartitionsDefinition(name="wal_windows")
+        assert isinstance(graph.get(gold).partition_mappings[bronze], dg.SpecificPartitionsPartitionMapping)
+        assert {check.name for check in graph.asset_check_keys if check.asset_key == gold} == {"followed", "equals_source"}
+        assert graph.get(gold).group_name == "medals"
+        assert list(graph.get(gold).owners) == ["team:shop"]
+        assert graph.get(gold).tags["layer"] == "current"
+        assert (graph.get(snapshot).automation_condition is None, graph.get(gold).automation_condition is None) == (False, True)
+        assert graph.get(gold).metadata["columns"] == 1
+        assert graph.get(gold).metadata["dagster/uri"].endswith("/current/shop/orders" if name == "orders" else "Order%20Lines")
+    assert len(list(graph.get_all_asset_keys())) == 9
+
+
+@pytest.fixture
+def shop(source: Source, monkeypatch: pytest.MonkeyPatch) -> Source:
+    source.sql("CREATE SCHEMA shop")
+    source.sql("CREATE TABLE shop.orders (id int PRIMARY KEY)")
+    source.sql('CREATE TABLE shop."Order Lines" (id int PRIMARY KEY)')
+    monkeypatch.setenv(DSN_VARIABLE, source.dsn)
+    return source
+
+
+def test_a_translation_in_yaml(shop: Source, tmp_path: Path) -> None:
+    with project(tmp_path, {"cdc": {"translation": MEDALS}}) as definitions:
+        check_medals(definitions)
+
+
+class Medals(PgwalTranslator):
+    def get_asset_spec(self, layer: Layer, table: CdcTable) -> dg.AssetSpec:
+        spec = super().get_asset_spec(layer, table)
+        assert spec.deps or layer == "source"
+        return spec.replace_attributes(
+            key=[{"raw": "bronze", "current": "gold"}.get(layer, layer), f"{table.schema}_{table.name}"],
+            group_name="medals",
+            owners=["team:shop"],
+            automation_condition=dg.AutomationCondition.eager() if layer == "snapshot" else None,
+        ).merge_attributes(tags={"layer": layer}, metadata={"columns": len(table.columns)})
+
+
+class MedalsComponent(PostgresCdcComponent):
+    def get_asset_spec(self, layer: Layer, table: CdcTable) -> dg.AssetSpec:
+        return Medals().get_asset_spec(layer, table)
+
+
+def test_a_translator_in_python(shop: Source, tmp_path: Path) -> None:
+    check_medals(build_cdc_definitions(translator=Medals()))
+    with project(tmp_path, {"cdc": {}}, component=f"{__name__}.MedalsComponent") as definitions:
+        check_medals(definitions)
+
+
+def test_python_makes_the_same_definitions(shop: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOP_DSN", shop.dsn)
+    attributes = {"name": "shop", "lake": str(tmp_path / "shop"), "owners": ["team:data"]}
+    made = build_cdc_definitions(**attributes, source_dsn=dg.EnvVar("SHOP_DSN"))
+    with project(tmp_path, {"shop": attributes | {"source_dsn": "{{ env.SHOP_DSN }}"}}) as definitions:
+        assert keys(made) == keys(definitions)
+        assert "shop/current/shop/orders" in keys(made)
+        assert job_names(made) == job_names(definitions)
+    with pytest.raises(SettingError, match="PGWAL_SLOTS takes no value"):
+        build_cdc_definitions(slots="a")
+    with pytest.raises(SettingError, match="PGWAL_LAG_THRESHOLD is 'much', but it takes a size"):
+        build_cdc_definitions(lag_threshold="much")
+
+
+def test_while_the_source_is_down_python_too_has_the_tables_of_last_time(shop: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = keys(build_cdc_definitions())
+    monkeypatch.setattr(known_tables, "fetch", lambda settings: settings.model_copy(update={"source_dsn": None}).dsn)
+    assert keys(build_cdc_definitions()) == before
 
 
 def test_the_password_is_nowhere_in_what_dagster_shows(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,4 +290,8 @@ def test_the_password_is_nowhere_in_what_dagster_shows(source: Source, tmp_path:
     with project(tmp_path, {"cdc": {}}) as definitions:
         assert "raw/public/a" in keys(definitions)
         assert "hidden_word" not in serialize_value(RepositorySnap.from_def(definitions.get_repository_def()))
-    assert "hidden_word" not in repr(ReplicationSlot(dsn_variable=DSN_VARIABLE).settings)
+    monkeypatch.setenv("SHOP_DSN", os.environ.pop(DSN_VARIABLE))
+    secrets = {"source_dsn": "{{ env.SHOP_DSN }}", "spark_conf": {"spark.hadoop.key": "hidden_word"}}
+    with project(tmp_path / "given", {"cdc": secrets}) as definitions:
+        assert "raw/public/a" in keys(definitions)
+        assert "hidden_word" not in serialize_value(RepositorySnap.from_def(definitions.get_repository_def()))

@@ -214,6 +214,33 @@ def test_inputs_are_loaded_as_they_are_annotated(
     assert event.asset_materialization.metadata["pgwal/read_versions"].value == {"shop.orders": 1, 'shop."Order Lines"': 1}
 
 
+def test_the_metadata_says_which_table_an_asset_is(shop: Shop, instance: dg.DagsterInstance) -> None:
+    """As a translator makes it, which may give current tables any key and other layers that of a current table."""
+    lines = dg.AssetSpec("gold", metadata={"pgwal/table": 'shop."Order Lines"', "pgwal/layer": "current"})
+    decoy = dg.AssetSpec(["current", "shop", "orders"], metadata={"pgwal/table": "shop.orders", "pgwal/layer": "raw"})
+    unknown = dg.AssetSpec("unknown", metadata={"pgwal/table": "no table"})
+
+    def made(of: Any, **more: Any) -> dg.JobDefinition:
+        def mart(rows: pl.LazyFrame) -> None:
+            assert rows.collect().height == 1
+
+        asset = dg.asset(ins={"rows": dg.AssetIn(of.key, input_manager_key="tables", **more)})(mart)
+        resources = {"tables": PublishedTableIOManager(lake=shop.lake.uri)}
+        job = dg.define_asset_job("marts", selection=["mart"])
+        return dg.Definitions(assets=[asset, of], resources=resources, jobs=[job]).resolve_job_def("marts")
+
+    done = made(lines).execute_in_process(instance=instance)
+    event = instance.get_latest_materialization_event(dg.AssetKey("mart"))
+    assert done.success
+    assert event is not None
+    assert event.asset_materialization is not None
+    assert event.asset_materialization.metadata["pgwal/read_versions"].value == {'shop."Order Lines"': 0}
+    assert made(dg.AssetSpec("any"), metadata={"pgwal/table": "shop.orders"}).execute_in_process(instance=instance).success
+    for wrong, said in ((decoy, "is no current table"), (unknown, "is no table's name"), (dg.AssetSpec("other"), "is no current table")):
+        with pytest.raises(PgwalError, match=said):
+            made(wrong).execute_in_process(instance=instance)
+
+
 @pytest.mark.parametrize(
     ("key", "kind", "said"),
     [

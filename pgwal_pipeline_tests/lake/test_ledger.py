@@ -284,6 +284,67 @@ def test_what_is_read_does_not_grow_with_every_append(lake: Lake) -> None:
     assert len(list(Path(lake.ledger("windows"), "_delta_log").glob("*.checkpoint.parquet"))) >= 80 // 20
 
 
+def _published(ledger: Ledger, lsn: int) -> None:
+    ledger.record_publish(Publish(lsn, datetime.now(UTC), {_ORDERS: TablePointer(ledger.lake.current(_ORDERS), 1)}))
+
+
+def test_a_drain_and_a_publish_read_none_of_the_windows_that_were_published_long_ago(lake: Lake) -> None:
+    ledger = Ledger(lake)
+    ledger.append_windows([_window(0, 0)])
+    for first in range(0, 60_000, 10_000):
+        ledger.append_windows([_window(start, start + 10) for start in range(first, first + 10_000, 10)])
+        _published(ledger, first + 10_000)
+    ledger.append_window(_window(60_000, 60_010, "prepared", tables=[_write(lake)]))
+    old = [name for name, file in ledger._windows._named.items() if file.order < 50_000]
+    assert old
+    for name in old:
+        Path(lake.ledger("windows"), name).unlink()
+    fresh = Ledger(lake)
+    assert fresh.frontier() == 60_000
+    assert [window.key for window in fresh.prepared()] == [window_key(60_010)]
+    fresh.append_window(_window(60_000, 60_010, tables=[_write(lake)]))
+    assert fresh.frontier() == 60_010
+    assert [window.end_lsn for window in fresh.windows(60_000)] == [60_010]
+    _published(fresh, 60_010)
+    published = fresh.publish()
+    assert published is not None
+    assert published.lsn == Ledger(lake).frontier() == 60_010
+    with pytest.raises(LakeError, match="cannot follow"):
+        _published(fresh, 60_000)
+    with pytest.raises(LakeError, match="cannot be added"):
+        fresh.append_window(_window(59_995, 60_005))
+
+
+@pytest.mark.parametrize("published", [0, 100, 200, 300])
+def test_the_frontier_is_the_same_whatever_was_published(lake: Lake, published: int) -> None:
+    ledger = Ledger(lake)
+    ledger.append_windows([_window(0, 0), _window(0, 100), _window(100, 200), _window(200, 300)])
+    if published:
+        _published(ledger, published)
+    assert ledger.frontier() == 300
+    ledger.prune_windows([window_key(100), window_key(200)])
+    assert Ledger(lake).frontier() == 300
+    ledger.append_windows([_window(300, 400, "prepared"), _window(400, 500)])
+    assert Ledger(lake).frontier() == 300
+    ledger.append_window(_window(300, 400))
+    assert Ledger(lake).frontier() == 500
+    ledger.append_window(_window(700, 700))
+    assert Ledger(lake).frontier() == 700
+    ledger.append_window(_window(700, 800))
+    assert Ledger(lake).frontier() == 800
+
+
+def test_a_publish_is_found_by_lsn_and_by_time(lake: Lake) -> None:
+    ledger, noon = Ledger(lake), datetime(2026, 1, 1, 12, tzinfo=UTC)
+    assert ledger.publish_before(100) is None
+    for number in (1, 2, 3):
+        ledger.record_publish(Publish(number * 100, noon + timedelta(hours=number), {}))
+    found = [ledger.publish_before(lsn) for lsn in (99, 100, 299, 1000)]
+    assert [None if publish is None else publish.lsn for publish in found] == [None, 100, 200, 300]
+    at = [ledger.publish_before(moment=noon + timedelta(minutes=minutes)) for minutes in (0, 60, 179, 999)]
+    assert [None if publish is None else publish.lsn for publish in at] == [None, 100, 200, 300]
+
+
 def test_a_window_of_an_older_version_does_not_know_its_newest_commits(lake: Lake) -> None:
     made = [
         _window(0, 10, tables=[_write(lake)]),

@@ -1,3 +1,6 @@
+import os
+import random
+import signal
 import subprocess
 import sys
 import threading
@@ -9,14 +12,14 @@ import pytest
 
 from pgwal_pipeline.lake import log
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.log import RowLog
+from pgwal_pipeline.lake.log import NEWEST, RowLog
 from pgwal_pipeline.messages.errors import LakeError
 
 _SCHEMA = pa.schema([("key", pa.string()), ("value", pa.int64())])
 
 
-def _log(folder: Path | str) -> RowLog:
-    return RowLog(Lake(str(folder)), "things", _SCHEMA, ["key"])
+def _log(folder: Path | str, order: str | None = None) -> RowLog:
+    return RowLog(Lake(str(folder)), "things", _SCHEMA, ["key"], order=order)
 
 
 def _rows(*pairs: tuple[str, int]) -> pa.Table:
@@ -124,6 +127,102 @@ def test_threads_that_share_a_log_lose_nothing(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(_content(_log(tmp_path).rows())) == 20
+
+
+def _numbers(first: int, last: int) -> pa.Table:
+    return _rows(*((f"k{number}", number) for number in range(first, last)))
+
+
+def test_what_is_past_a_value_is_read_without_older_files(tmp_path: Path) -> None:
+    writer = _log(tmp_path, "value")
+    for first in range(0, 9000, 600):
+        writer.append(lambda _, first=first: _numbers(first, first + 600), after=first)
+    for number in range(9000, 9005):
+        writer.append(lambda _, number=number: _numbers(number, number + 1), after=number)
+    old = [name for name, file in writer._named.items() if file.order < 8000]
+    assert len(old) > 1
+    for name in old:
+        (tmp_path / "_pgwal/things" / name).unlink()
+    fresh = _log(tmp_path, "value")
+    assert [value for value in fresh.rows(8990)["value"].to_pylist() if value > 8990] == list(range(8991, 9005))
+    assert fresh.rows(NEWEST)["value"].to_pylist()[-1] == 9004
+    fresh.append(lambda rows: _numbers(9005, 9006 if rows.num_rows < 5000 else 9005), after=9004)
+    assert _log(tmp_path, "value").rows(9004)["value"].to_pylist()[-1] == 9005
+    with pytest.raises(LakeError, match="damaged or gone"):
+        fresh.rows()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_past_a_value_is_the_same_as_in_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(log, "_TIERS", ((1 << 20, 6), (1 << 20, 40)))
+    chance = random.Random(seed)
+    writer, plain = _log(tmp_path, "value"), _log(tmp_path)
+    top = 0
+    for _ in range(40):
+        match chance.randrange(8):
+            case 0:
+                first = chance.randint(0, top)
+                writer.append(lambda _, first=first: _numbers(first, first + 1), after=first)  # an old row is replaced
+            case 1 if top:
+                gone = chance.randint(0, top)
+                writer.rewrite(lambda rows, gone=gone: rows.filter(pc.field("value") != gone))
+            case 2:
+                plain.append(lambda _, top=top: _numbers(top, top + 2))  # a file without statistics of the order
+                top += 2
+            case _:
+                more = chance.choice((1, 1, 1, 9, 50))
+                writer.append(lambda _, top=top, more=more: _numbers(top, top + more), after=top)
+                top += more
+        everything = _log(tmp_path, "value").rows()
+        for after in (chance.randint(-1, top), top - 2):
+            found = _log(tmp_path, "value").rows(after)
+            assert found.filter(pc.field("value") > after).equals(everything.filter(pc.field("value") > after)), f"seed {seed}"
+        newest = _log(tmp_path, "value").rows(NEWEST)["value"].to_pylist()
+        assert max(newest, default=None) == max(everything["value"].to_pylist(), default=None)
+
+
+def test_a_log_that_many_append_to_names_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_TIERS", ((1 << 20, 6), (1 << 20, 40)))
+    writer = _log(tmp_path, "value")
+    for number in range(200):
+        writer.append(lambda _, number=number: _numbers(number, number + 1), after=number)
+    assert len(writer._named) <= 2 * log._MANY_FILES + 200 // 40
+    assert _log(tmp_path, "value").rows().num_rows == 200
+
+
+_APPENDS = """
+import sys
+import pyarrow as pa
+from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.log import RowLog
+schema = pa.schema([("key", pa.string()), ("value", pa.int64())])
+log = RowLog(Lake(sys.argv[1]), "things", schema, ["key"], order="value")
+for number in range(int(sys.argv[2]), int(sys.argv[3])):
+    log.append(lambda _: pa.Table.from_pylist([{"key": f"k{number}", "value": number}], schema), after=number)
+"""
+
+
+def test_a_writer_killed_while_it_joins_files_leaves_all_rows(tmp_path: Path) -> None:
+    def append(first: int, last: int, points: str) -> int:
+        command = [sys.executable, "-c", _APPENDS, str(tmp_path), str(first), str(last)]
+        return subprocess.run(command, env=os.environ | {"PGWAL_FAILPOINTS": points}, check=False).returncode
+
+    assert append(0, 30, "ledger.in_join=kill") == -signal.SIGKILL
+    reader = _log(tmp_path, "value")
+    done = reader.rows()["value"].to_pylist()
+    assert done == list(range(log._MANY_FILES + 1))
+    assert append(len(done), 30, "ledger.in_join=kill@2") == -signal.SIGKILL
+    done = _log(tmp_path, "value").rows()["value"].to_pylist()
+    assert append(len(done), 30, "") == 0
+    assert reader.rows()["value"].to_pylist() == list(range(30))
+    assert len(reader._named) <= log._MANY_FILES + 1
+
+
+def test_two_processes_that_append_and_join_lose_nothing(tmp_path: Path) -> None:
+    limits = [("0", "30"), ("1000", "1030")]
+    workers = [subprocess.Popen([sys.executable, "-c", _APPENDS, str(tmp_path), *of]) for of in limits]
+    assert [worker.wait(60) for worker in workers] == [0, 0]
+    assert sorted(_log(tmp_path, "value").rows()["value"].to_pylist()) == [*range(30), *range(1000, 1030)]
 
 
 _COUNTS = """

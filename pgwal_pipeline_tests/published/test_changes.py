@@ -206,3 +206,15 @@ def test_keys_that_their_columns_cannot_hold_stay_apart(pipeline: Pipeline, spar
     apply_changes(spark, path, before.changes("public.t"))
     apply_changes(spark, path, changes)
     assert sorted(TableDataset(path).to_table()["v"].to_pylist()) == ["b", "d", "new"]
+
+
+def test_nothing_has_happened_since_the_newest_publish(things: Pipeline, spark: Any) -> None:
+    """The columns are those of changes, or of raw, as they are when something has."""
+    before = _goes_on(things, "UPDATE t SET v = 'new' WHERE id = 1")
+    state = open_state(things.settings)
+    for history in (False, True):
+        some, none = (state.changes("public.t", since=since, history=history) for since in (before, state))
+        assert (some.complete, none.complete) == (False, False)
+        assert some.arrow().num_rows > none.arrow().num_rows == none.spark(spark).count() == none.polars().collect().height == 0
+        assert none.arrow().schema.names == some.arrow().schema.names
+        assert none.spark(spark).columns == some.spark(spark).columns

@@ -1,16 +1,9 @@
 """`dagster dev` on a real source: the UI alone starts everything, and goes on by itself."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 import polars as pl
@@ -20,54 +13,15 @@ from deltalake import DeltaTable
 from pgwal_pipeline import definitions as code_location
 from pgwal_pipeline.asset_specs import AssetNames
 from pgwal_pipeline.embedded.postgres import Postgres
-from pgwal_pipeline.host.spawn import free_port
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.support import fresh_source, wait_for
+from pgwal_pipeline_tests.scenarios.dagster.dev import INSTANCE, Dev, awaited
+from pgwal_pipeline_tests.support import fresh_source
 
 ROOT = Path(code_location.__file__).parents[1]
 QUIET = 30.0  # seconds, in which a sensor looks several times
-PATIENCE = 500.0  # seconds; a quiet machine needs a twentieth of it
 ORDERS, LATER = TableName("public", "orders"), TableName("public", "later")
 NAMES = AssetNames("pgwal")
-INSTANCE = """
-telemetry: { enabled: false }
-nux: { enabled: false }
-concurrency:
-  runs:
-    tag_concurrency_limits:
-      - { key: pgwal/slot, value: { applyLimitPerUniqueValue: true }, limit: 1 }
-"""
-
-
-class Dev:
-    """`dagster dev` as a process group of its own, ended as a terminal's Ctrl-C would end it."""
-
-    def __init__(self, home: Path, environment: dict[str, str]) -> None:
-        self.port = free_port()
-        self.log = home / "dev.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "dagster", "dev", "-w", "workspace.yaml", "-h", "127.0.0.1", "-p", str(self.port)],
-                cwd=ROOT,
-                env=os.environ | environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                # Where SIGINT is ignored, as in a background job of a shell, Dagster would ignore it too.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            )
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-        self.process.wait(60)
-
-    def ask(self, query: str) -> dict[str, Any]:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/graphql", json.dumps({"query": query}).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["data"]
 
 
 @pytest.fixture
@@ -81,17 +35,6 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def awaited(what: str, met: Callable[[], bool], dev: Dev) -> None:
-    """Wait while `dagster dev` runs; its last words tell why when it ends or the time is over."""
-
-    def met_while_it_runs() -> bool:
-        done = met()
-        assert done or dev.process.poll() is None, dev.log.read_text()[-5000:]
-        return done
-
-    wait_for(met_while_it_runs, seconds=PATIENCE, pause=1, what=lambda: f"{what}\n{dev.log.read_text()[-5000:]}")
-
-
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_the_ui_alone_is_enough(server: Postgres, stack: ExitStack, connect_address: str, tmp_path: Path) -> None:
@@ -102,7 +45,7 @@ def test_the_ui_alone_is_enough(server: Postgres, stack: ExitStack, connect_addr
     home.mkdir()
     (home / "dagster.yaml").write_text(INSTANCE)
     dev = Dev(
-        home,
+        ROOT,
         {
             "DAGSTER_HOME": str(home),
             "PGWAL_SOURCE_DSN": source.dsn,
@@ -110,8 +53,9 @@ def test_the_ui_alone_is_enough(server: Postgres, stack: ExitStack, connect_addr
             "PGWAL_MAX_STALENESS": "5s",
             "PGWAL_SPARK_REMOTE": connect_address,  # the demo's runs have sessions of their own
         },
+        *("-w", "workspace.yaml"),
     )
-    stack.callback(lambda: dev.process.poll() is None and os.killpg(dev.process.pid, signal.SIGKILL))
+    stack.callback(dev.kill)
 
     def current(table: TableName) -> int:
         path = lake.current(table)
