@@ -68,6 +68,12 @@ class ReplicationSlot:
 
         return needed(self.settings)
 
+    def none_joined(self) -> bool:
+        """Return whether no table is known yet, as before the first drain."""
+        from pgwal_pipeline.pipeline.snapshot import none_joined
+
+        return none_joined(self.settings)
+
     def blocked(self, tables: Collection[TableName]) -> Mapping[TableName, str]:
         """Return those of `tables` that cannot be read yet because older transactions are open, with a sentence naming these."""
         from pgwal_pipeline.pipeline.snapshot import blocked

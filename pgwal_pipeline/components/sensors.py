@@ -238,7 +238,9 @@ def evaluate_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, 
     position = slot.flushed()
     waiting = slot.needs_snapshot()
     if not waiting:
-        return dg.SensorResult(skip_reason="Every table of the publication has been read.")
+        unknown = slot.none_joined()
+        reason = "No table is known yet; the first sync finds them." if unknown else "Every table of the publication has been read."
+        return dg.SensorResult(skip_reason=reason)
     blocked = slot.blocked(waiting)
     if len(blocked) == len(waiting):
         return dg.SensorResult(skip_reason=f"To be read: {', '.join(map(str, waiting[:_NAMES_SHOWN]))}. {next(iter(blocked.values()))}")

@@ -24,33 +24,12 @@ def loaded(path: str) -> Any:
 
 
 def test_the_instance_for_containers_is_the_other_one_with_a_launcher() -> None:
-    instance = loaded("deploy/docker/dagster.yaml")
+    instance = loaded("deploy/dagster.runs.yaml")
     launcher = instance.pop("run_launcher")
     assert instance == loaded("deploy/dagster.yaml")
     data = ConfigurableClassData(launcher["module"], launcher["class"], yaml.safe_dump(launcher["config"]))
     made = data.rehydrate(as_type=RunLauncher)
     assert isinstance(made, DockerRunLauncher)
-
-
-def test_a_container_gets_what_the_daemon_has() -> None:
-    base, override = loaded("docker-compose.yaml"), loaded("deploy/docker/compose.yaml")
-    launcher = loaded("deploy/docker/dagster.yaml")["run_launcher"]["config"]
-    services, project = override["services"], override["name"]
-    assert services.keys() <= base["services"].keys()
-    daemon = base["services"]["daemon"]["environment"] | services["daemon"]["environment"]
-    # Dagster refuses to launch a run if one of them is not set.
-    assert {name for name in launcher["env_vars"] if daemon.get(name) in (None, "")} == set()
-    assert {name for name in daemon if name.startswith("DAGSTER_POSTGRES")} <= set(launcher["env_vars"])
-    assert launcher["network"] == f"{project}_default"
-    for volume in launcher["container_kwargs"]["volumes"]:
-        name, _, place = volume.partition(":")
-        assert name.removeprefix(f"{project}_") in base["volumes"]
-        assert f"{name.removeprefix(f'{project}_')}:{place}" in base["services"]["code"]["volumes"]
-    assert services["code"]["environment"]["DAGSTER_CURRENT_IMAGE"] == base["services"]["code"]["image"]
-    # The instance file of each of Dagster's own services is replaced, as they have it at the same place.
-    own = {name for name, service in base["services"].items() if any("dagster.yaml" in volume for volume in service.get("volumes", ()))}
-    replaced = {name for name, service in services.items() if any("docker/dagster.yaml" in volume for volume in service["volumes"])}
-    assert own == replaced
 
 
 @pytest.fixture
