@@ -148,5 +148,5 @@ def test_options_of_tables(name: str) -> None:
     assert given.table_options.of(TableName("shop", "x")) == Options(("ssn",), ("email",))
     assert given.tables == "*.*"
     assert given_settings({"tables": "shop.*"}).without_source().tables == "shop.*"
-    with pytest.raises(SettingError, match="PGWAL_TABLE_OPTIONS gives a.b the option 'excluded'"):
+    with pytest.raises(SettingError, match=r"PGWAL_TABLE_OPTIONS gives a\.b the option 'excluded'"):
         given_settings({name: {"a.b": {"excluded": []}}}).without_source()
