@@ -7,8 +7,10 @@ It reads that file when the source is down. Nothing is written into the package'
 import hashlib
 import json
 import os
+import platform
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,8 @@ def fetch(settings: Settings) -> tuple[KnownTable, ...]:
     from pgwal_pipeline.postgres.followed import comments, followed_tables
 
     with connect(settings.dsn, application="pgwal definitions", connect_timeout=CONNECT_TIMEOUT) as conn:
-        relations = followed_tables(conn, settings.publication, settings.tables)
+        found = followed_tables(conn, settings.publication, settings.tables)
+        relations = [settings.protection.relation(relation) for relation in found]
         said = comments(conn, [relation.oid for relation in relations])
         return tuple(known(relation, said.get(relation.oid, {})) for relation in relations)
 
@@ -68,7 +71,13 @@ def fetch(settings: Settings) -> tuple[KnownTable, ...]:
 def known(relation: Relation, comments: Mapping[str | None, str]) -> KnownTable:
     """Return what the definitions keep of a table, with the comments of its columns, and under None its own."""
     columns = tuple(
-        KnownColumn(column.name, column.type.name, _lake_type(column.type), column.nullable, comments.get(column.name))
+        KnownColumn(
+            column.name,
+            column.type.name,
+            "string" if column.protection is not None else _lake_type(column.type),
+            column.nullable,
+            comments.get(column.name),
+        )
         for column in relation.columns
     )
     return KnownTable(relation.table, columns, relation.key, oid=relation.oid, comment=comments.get(None))
@@ -125,16 +134,18 @@ def refresh(settings: Settings, locations: Mapping[int, TableName] | None = None
     """Fetch the tables from the source, write them to the state file and return them. Raises as `fetch` does.
 
     `locations` are the tables' locations in the lake by oid, which the source does not know. Without it each table keeps the location that
-    the last `refresh` wrote.
+    the last `refresh` wrote. A file that cannot be written, as in a container whose DAGSTER_HOME is read-only, is only missing when the
+    source is down.
     """
     tables = _placed(fetch(settings), locations or {known.oid: known.location for known in remembered(settings)})
     path = state_path(settings)
     text = dump(tables)
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+    with suppress(OSError):
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(f".{platform.node()}.{os.getpid()}")
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
     return tables
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import dagster as dg
 
-from pgwal_pipeline.components.processes import end_dead_runs
+from pgwal_pipeline.components.processes import Present, end_dead_runs
 from pgwal_pipeline.pipeline.reports import LagReading
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import parse_window_key, window_key
@@ -98,6 +98,17 @@ def what_is_due(reading: LagReading, unread_seconds: float | None, settings: Set
     return Due(None, f"{lag}, below the threshold. No commit is unread for more than {unread_seconds:.0f} s.")
 
 
+def worth_a_look(readings: Sequence[SourceReading], reading: LagReading) -> str | None:
+    """Return the snapshot from before the backlog if the server can look through that for changes at little cost; else None.
+
+    Transactions of other databases and of autovacuum look like commits that are unread.
+    """
+    confirmed = reading.confirmed_flush_lsn
+    if confirmed is None or not readings or readings[0].insert_lsn > confirmed or reading.lag_bytes >= IDLE_BYTES:
+        return None
+    return readings[0].snapshot
+
+
 def window_to_drain(reading: LagReading, last_key: str | None = None) -> str | None:
     """Return the key of the window to request, None if there is nothing to read.
 
@@ -122,9 +133,12 @@ def reading_of_last_drain(instance: dg.DagsterInstance, slot: dg.AssetKey) -> So
     return None
 
 
-def busy(instance: dg.DagsterInstance, tag: str, value: str) -> str | None:
-    """Return a sentence naming the active run with this tag; None if there is none. Runs whose process is gone are ended first."""
-    end_dead_runs(instance, [(tag, value)])
+def busy(instance: dg.DagsterInstance, tag: str, value: str, present: Present) -> str | None:
+    """Return a sentence naming the active run with this tag; None if there is none. Runs whose process is gone are ended first.
+
+    `present` tells which runs show themselves in the source.
+    """
+    end_dead_runs(instance, [(tag, value)], present)
     active = instance.get_run_records(dg.RunsFilter(tags={tag: value}, statuses=list(ACTIVE)), limit=1)
     if not active:
         return None

@@ -7,7 +7,7 @@ import pytest
 from pgwal_pipeline import build_cdc_definitions, known_tables, wal_windows
 from pgwal_pipeline.asset_specs import AssetNames, Layer
 from pgwal_pipeline.components.cdc import PostgresCdcComponent
-from pgwal_pipeline.components.resources import DSN_VARIABLE
+from pgwal_pipeline.components.environment import DSN_VARIABLE
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import SettingError
 from pgwal_pipeline.settings import Settings
@@ -43,8 +43,8 @@ def test_the_assets_of_a_source(source: Source, tmp_path: Path, monkeypatch: pyt
         }
         assert job_names(definitions) == JOBS
         repository = definitions.get_repository_def()
-        assert {sensor.name for sensor in repository.sensor_defs} == {"wal_lag", "new_tables"}
-        assert {schedule.name for schedule in repository.schedule_defs} == {"hourly_sync", "nightly_maintenance"}
+        assert {sensor.name for sensor in repository.sensor_defs} == {"wal_lag", "new_tables", "maintenance_need"}
+        assert {schedule.name for schedule in repository.schedule_defs} == {"hourly_sync"}
         names = AssetNames("pgwal")
         orders = TableName("shop", "orders")
         graph = definitions.resolve_asset_graph()
