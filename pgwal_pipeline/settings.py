@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from pgwal_pipeline.messages.errors import SettingError
-from pgwal_pipeline.values.catalog_name import CatalogPattern
 
 PREFIX = "PGWAL_"
 
@@ -113,13 +112,11 @@ class Settings(BaseModel):
 
     spark_catalog: Annotated[
         str | None,
-        Field(description="a catalog and a schema pattern, of letters, digits, - and _, such as spark_catalog.lake_{schema}"),
+        Field(
+            pattern=r"\A[A-Za-z0-9_-]+\.([A-Za-z0-9_-]|\{schema\})+$",
+            description="a catalog and a schema pattern, of letters, digits, - and _, such as spark_catalog.lake_{schema}",
+        ),
     ] = None
-
-    @field_validator("spark_catalog")
-    @classmethod
-    def _catalog_pattern(cls, value: str | None) -> str | None:
-        return value if value is None or CatalogPattern.parse(value) else None
 
     @field_validator("publication")
     @classmethod

@@ -26,6 +26,7 @@ FITTING: dict[str, Any] = {
     "slot": "a_1",
     "spark_remote": "sc://host:15002",
     "spark_conf": {"spark.driver.memory": "4g"},
+    "spark_catalog": "spark_catalog.lake_{schema}",
 }
 WRONG: dict[str, Any] = {
     "lag_threshold": "16 potatoes",
@@ -39,6 +40,7 @@ WRONG: dict[str, Any] = {
     "slot": "A-1",
     "spark_remote": "http://host",
     "spark_conf": 1,
+    "spark_catalog": "a.b.c",
     "tables": ["a.b"],
     "slots": "a",
 }
@@ -99,6 +101,7 @@ def test_attributes_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         on_rewrite="ignore",
         spark_remote="sc://host:15002",
         spark_conf={"spark.driver.memory": "4g"},
+        spark_catalog="spark_catalog.lake_{schema}",
     )
     assert found.catch_up_asked_for
     assert not component(slot="a")._settings.whole().catch_up_asked_for
