@@ -14,7 +14,6 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, SecretStr, ValidationError, field_validator
 
 from pgwal_pipeline.messages.errors import SettingError
-from pgwal_pipeline.values.catalog_name import CatalogPattern
 from pgwal_pipeline.values.protection import Protection
 from pgwal_pipeline.values.table_options import OptionError, TableOptions, parse_options
 
@@ -182,13 +181,11 @@ class Settings(BaseModel):
 
     spark_catalog: Annotated[
         str | None,
-        Field(description="a catalog and a schema pattern, of letters, digits, - and _, such as spark_catalog.lake_{schema}"),
+        Field(
+            pattern=r"\A[A-Za-z0-9_-]+\.([A-Za-z0-9_-]|\{schema\})+$",
+            description="a catalog and a schema pattern, of letters, digits, - and _, such as spark_catalog.lake_{schema}",
+        ),
     ] = None
-
-    @field_validator("spark_catalog")
-    @classmethod
-    def _catalog_pattern(cls, value: str | None) -> str | None:
-        return value if value is None or CatalogPattern.parse(value) else None
 
     table_options: Annotated[
         InstanceOf[TableOptions],

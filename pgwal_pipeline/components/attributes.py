@@ -46,6 +46,7 @@ MEANINGS = {
     "spark_conf": "More Spark settings",
     "table_options": "What must not arrive of single tables",
     "hash_key": "The key of hashed columns. Take it from the environment, as in '{{ env.HASH_KEY }}': the file is no place for it",
+    "spark_catalog": "Each current table is registered there after a publish",
 }
 """What each setting means, as the schema says it."""
 

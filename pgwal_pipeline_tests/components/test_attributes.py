@@ -31,6 +31,7 @@ FITTING: dict[str, Any] = {
     "tables": {"shop.*": {"exclude": ["ssn"]}},
     "table_options": {"shop.*": {"mask": {"phone": "last4"}}},
     "hash_key": "{{ env.HASH_KEY }}",
+    "spark_catalog": "spark_catalog.lake_{schema}",
 }
 WRONG: dict[str, Any] = {
     "lag_threshold": "16 potatoes",
@@ -44,6 +45,7 @@ WRONG: dict[str, Any] = {
     "slot": "A-1",
     "spark_remote": "http://host",
     "spark_conf": 1,
+    "spark_catalog": "a.b.c",
     "tables": ["a.b"],
     "slots": "a",
 }
@@ -104,6 +106,7 @@ def test_attributes_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         on_rewrite="ignore",
         spark_remote="sc://host:15002",
         spark_conf={"spark.driver.memory": "4g"},
+        spark_catalog="spark_catalog.lake_{schema}",
     )
     assert found.catch_up_asked_for
     assert not component(slot="a")._settings.whole().catch_up_asked_for
