@@ -85,6 +85,7 @@ def test_attributes_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOP_DSN", "postgresql://me:secret@host/shop")
     monkeypatch.setenv("SLOTS", "3")
     monkeypatch.setenv("NUMBER", "123")
+    monkeypatch.setenv("HASH_KEY", "a key")
     monkeypatch.delenv("PGWAL_SPARK_IDLE", raising=False)
     made = component(**FITTING | {"slot": "{{ env.NUMBER }}", "tables": "shop.*"})
     found = made._settings.whole()
@@ -104,6 +105,7 @@ def test_attributes_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         on_rewrite="ignore",
         spark_remote="sc://host:15002",
         spark_conf={"spark.driver.memory": "4g"},
+        hash_key="a key",  # pyright: ignore[reportArgumentType]
     )
     assert found.catch_up_asked_for
     assert not component(slot="a")._settings.whole().catch_up_asked_for
@@ -148,5 +150,5 @@ def test_options_of_tables(name: str) -> None:
     assert given.table_options.of(TableName("shop", "x")) == Options(("ssn",), ("email",))
     assert given.tables == "*.*"
     assert given_settings({"tables": "shop.*"}).without_source().tables == "shop.*"
-    with pytest.raises(SettingError, match="PGWAL_TABLE_OPTIONS gives a.b the option 'excluded'"):
+    with pytest.raises(SettingError, match=r"PGWAL_TABLE_OPTIONS gives a\.b the option 'excluded'"):
         given_settings({name: {"a.b": {"excluded": []}}}).without_source()
