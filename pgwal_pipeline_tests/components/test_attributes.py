@@ -106,6 +106,7 @@ def test_attributes_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         spark_remote="sc://host:15002",
         spark_conf={"spark.driver.memory": "4g"},
         hash_key="a key",  # pyright: ignore[reportArgumentType]
+        table_options={"shop.*": {"mask": {"phone": "last4"}}},  # pyright: ignore[reportArgumentType]
     )
     assert found.catch_up_asked_for
     assert not component(slot="a")._settings.whole().catch_up_asked_for
