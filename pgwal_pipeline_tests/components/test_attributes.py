@@ -87,6 +87,7 @@ def test_attributes_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOP_DSN", "postgresql://me:secret@host/shop")
     monkeypatch.setenv("SLOTS", "3")
     monkeypatch.setenv("NUMBER", "123")
+    monkeypatch.setenv("HASH_KEY", "a key")
     monkeypatch.delenv("PGWAL_SPARK_IDLE", raising=False)
     made = component(**FITTING | {"slot": "{{ env.NUMBER }}", "tables": "shop.*"})
     found = made._settings.whole()
@@ -107,6 +108,8 @@ def test_attributes_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         spark_remote="sc://host:15002",
         spark_conf={"spark.driver.memory": "4g"},
         spark_catalog="spark_catalog.lake_{schema}",
+        hash_key="a key",  # pyright: ignore[reportArgumentType]
+        table_options={"shop.*": {"mask": {"phone": "last4"}}},  # pyright: ignore[reportArgumentType]
     )
     assert found.catch_up_asked_for
     assert not component(slot="a")._settings.whole().catch_up_asked_for
