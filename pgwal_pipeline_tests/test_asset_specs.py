@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import dagster as dg
 import pytest
 from markdown_it import MarkdownIt
@@ -6,6 +8,7 @@ from pgwal_pipeline.asset_specs import AssetNames, AssetSpecs
 from pgwal_pipeline.known_tables import KnownColumn, KnownTable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.printable import printable
+from pgwal_pipeline.values.catalog_name import CatalogPattern
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.messages.hostile import HOSTILE
 
@@ -37,5 +40,8 @@ def test_comments_are_descriptions() -> None:
         assert shown == comment
         (column, *_) = spec.metadata["dagster/column_schema"].columns
         assert column.description.startswith("The order's number")
+    assert "dagster/table_name" not in specs.current(known).metadata
+    registered = replace(specs, catalog=CatalogPattern.parse("spark_catalog.lake_{schema}")).current(known)
+    assert registered.metadata["dagster/table_name"] == "spark_catalog.lake_shop.orders"
     plain = specs.current(KnownTable(TableName("shop", "orders"), ())).description or ""
     assert plain.startswith("`shop.orders` as it was")

@@ -14,7 +14,7 @@ import dagster as dg
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from pgwal_pipeline.components.resources import SourceSettings
+from pgwal_pipeline.components.environment import SourceSettings
 from pgwal_pipeline.messages.errors import SettingError
 from pgwal_pipeline.settings import PREFIX, Settings, parse_duration, parse_size
 
@@ -23,7 +23,7 @@ MEANINGS = {
     "lake": "The lake",
     "slot": "The replication slot",
     "publication": "The publication: used as it is when it exists and is not ours, else made and kept in step with `tables`",
-    "tables": "The tables of our publication",
+    "tables": "The tables of our publication; or a mapping from table globs to options, as `table_options` takes it",
     "lag_threshold": "The sensor asks for a run past this lag",
     "max_staleness": "The sensor asks for a run when a commit may have been unread for longer than this",
     "busy_timeout": "How long a second drain waits for the slot before it gives up",
@@ -44,6 +44,8 @@ MEANINGS = {
     "spark_remote": "A Spark Connect server instead of a session of our own",
     "spark_idle": "How long the warm engine of a local master outlives its last use",
     "spark_conf": "More Spark settings",
+    "table_options": "What must not arrive of single tables",
+    "hash_key": "The key of hashed columns. Take it from the environment, as in '{{ env.HASH_KEY }}': the file is no place for it",
 }
 """What each setting means, as the schema says it."""
 
@@ -69,8 +71,10 @@ def given_settings(attributes: Mapping[str, Any]) -> SourceSettings:
     and what stands beside it can.
     """
     given, unset = {}, ()
-    for name, attribute in attributes.items():
+    for attribute_name, attribute in attributes.items():
         value = _plain(attribute)
+        # A mapping says what is wanted of tables, and not only which of them.
+        name = "table_options" if attribute_name == "tables" and isinstance(value, Mapping) else attribute_name
         if isinstance(value, Unset) and name == "source_dsn":
             unset = value.variables or (name,)
         elif isinstance(value, Unset):
@@ -109,7 +113,7 @@ def _attribute(name: str, setting: FieldInfo) -> tuple[str, Any, Any]:
     left_out = f"Left out, it is {PREFIX}{name.upper()} of the environment{'' if default is None else f', else {default}'}."
     resolver = dg.Resolver(
         _resolve,
-        model_field_type=_yaml_type(setting),
+        model_field_type=str | dict[str, Any] if name == "tables" else _yaml_type(setting),
         description=f"{MEANINGS.get(name, name)}: {setting.description}. {left_out}",
         json_schema_extra=schema,
         inject_before_resolve=False,

@@ -23,18 +23,21 @@ from pgwal_pipeline.components.dagster_internals import (
     loading,
     state_is_missing,
 )
+from pgwal_pipeline.components.environment import SourceSettings
 from pgwal_pipeline.components.jobs import Steps, build_jobs
 from pgwal_pipeline.components.observations import build_source_assets
 from pgwal_pipeline.components.published import PublishedLake
-from pgwal_pipeline.components.resources import LakeSpark, SourceSettings, resource_with, slot_resource
+from pgwal_pipeline.components.resources import LakeSpark, resource_with, slot_resource
 from pgwal_pipeline.components.scaffolder import CdcScaffolder
 from pgwal_pipeline.components.sensors import build_lag_sensor, build_new_table_sensor, build_schedules
 from pgwal_pipeline.components.source import CdcSource
+from pgwal_pipeline.components.upkeep import build_maintenance_sensor
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import PgwalError, SettingError
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.translator import CdcTable, PgwalTranslator, refuse_shared_keys, translated
+from pgwal_pipeline.values.catalog_name import CatalogPattern
 
 _log = logging.getLogger("dagster.pgwal_pipeline")
 
@@ -136,7 +139,9 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
     def _source(self, tables: tuple[KnownTable, ...]) -> CdcSource:
         settings = self._settings.without_source()
         prefix = tuple(self.key_prefix) if self.key_prefix is not None else (self.name,) if self.name else ()
-        specs = AssetSpecs(AssetNames(settings.slot, prefix), Lake(settings.lake), tuple(self.owners), _slot_fails_after(settings))
+        catalog = None if settings.spark_catalog is None else CatalogPattern.parse(settings.spark_catalog)
+        names, owners = AssetNames(settings.slot, prefix), tuple(self.owners)
+        specs = AssetSpecs(names, Lake(settings.lake), owners, _slot_fails_after(settings), catalog, settings.table_options)
         if self._translates:
             specs = translated(specs, _OfComponent(self), tables)
         return CdcSource(self.name, settings, specs, tables)
@@ -156,7 +161,8 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
 
     def _definitions(self, tables: tuple[KnownTable, ...]) -> dg.Definitions:
         source = self._source(tables)
-        refuse_shared_keys(source.assets, tables)
+        if self._translates:
+            refuse_shared_keys(source.assets, tables)
         steps = Steps.of(source)
         jobs, graph = build_jobs(source, steps), steps.in_graph()
         return dg.Definitions(
@@ -167,7 +173,7 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
             ],
             asset_checks=[build_health_check(source), *(step for step in graph if isinstance(step, dg.AssetChecksDefinition))],
             jobs=jobs.all(),
-            sensors=[build_lag_sensor(source, jobs), build_new_table_sensor(source, jobs)],
+            sensors=[build_lag_sensor(source, jobs), build_new_table_sensor(source, jobs), build_maintenance_sensor(source, jobs)],
             schedules=build_schedules(source, jobs),
             resources=self._resources(source),
         )

@@ -36,10 +36,12 @@ def build_publish(source: CdcSource) -> Step:
     """
 
     def work(context: StepContext, tables: tuple[TableName, ...] | None) -> Iterator[Result]:
+        from pgwal_pipeline.lake.delta import side_by_side
+
         last = _last_recorded(context, source)
         report = _publish(context, source, tables)
         changed = _changed(context, source, report, last)
-        results = [_result(source, report, table, version, whole=tables is None) for table, version in changed.items()]
+        results = side_by_side(lambda one: _result(source, report, *one, whole=tables is None), list(changed.items()))
         if tables is None and not last.seen:
             first_readings(context, source)
         announce(context, [source.names.current(table) for table in changed])
@@ -120,6 +122,7 @@ def _observe(
         "published_tables": sum(table.version is not None for table in report.tables.values()),
         "merged_rows": sum(table.rows_changed or 0 for table in report.tables.values()),
         "failed_tables": len(report.errors),
+        **({"unregistered_tables": len(report.unregistered)} if report.unregistered else {}),
         **{f"{stage}_seconds": round(seconds, 3) for stage, seconds in report.seconds.items()},
     }
     more: dict[str, dg.MetadataValue] = {}
@@ -157,13 +160,16 @@ def _changed(context: StepContext, source: CdcSource, report: PublishReport, las
 
     Dagster is asked only about those that do not stand where the publish before left them.
     """
+    from pgwal_pipeline.lake.delta import side_by_side
+
     moved = {
         source.names.current(table): table
         for table, publish in sorted(report.tables.items())
         if publish.version is not None and not publish.errors and last.tables.get(table) != TablePointer(publish.path, publish.version)
     }
     recorded = _recorded_versions(context, moved)
-    found = {key: _data_version(report.tables[table]) for key, table in moved.items()}
+    versions = side_by_side(_data_version, [report.tables[table] for table in moved.values()])
+    found = dict(zip(moved, versions, strict=True))
     return {table: found[key] for key, table in moved.items() if recorded.get(key) != found[key]}
 
 
@@ -188,14 +194,15 @@ def _recorded_versions(context: StepContext, keys: Iterable[dg.AssetKey]) -> dic
 
 
 def _result(source: CdcSource, report: PublishReport, table: TableName, version: str, *, whole: bool) -> dg.MaterializeResult:
-    metadata = _metadata(report, report.tables[table], whole=whole)
+    metadata = _metadata(report, table, whole=whole)
     return dg.MaterializeResult(asset_key=source.names.current(table), metadata=metadata, data_version=dg.DataVersion(version))
 
 
-def _metadata(report: PublishReport, publish: TablePublish, *, whole: bool) -> dict[str, Any]:
+def _metadata(report: PublishReport, table: TableName, *, whole: bool) -> dict[str, Any]:
     """Return a table's metadata. Only a `whole` publish, of all tables, has its time from the ledger."""
     from pgwal_pipeline.lake.current import row_count
 
+    publish = report.tables[table]
     metadata: dict[str, Any] = {_VERSION: publish.version}
     if publish.version is not None:
         with suppress(LakeError):  # damaged since the merge; the table's next publish reports it
@@ -204,4 +211,6 @@ def _metadata(report: PublishReport, publish: TablePublish, *, whole: bool) -> d
         metadata["pgwal/rows_changed"] = publish.rows_changed
     if report.lsn is not None:
         metadata["pgwal/published_lsn"] = format_lsn(report.lsn)
+    if table in report.unregistered:
+        metadata["pgwal/not_in_catalog"] = report.unregistered[table]
     return metadata | visible_metadata(publish.newest, report.published_at if whole else None)

@@ -13,7 +13,7 @@ import dagster as dg
 from pydantic import Field, PrivateAttr
 
 from pgwal_pipeline.components.dagster_internals import agreed_in_run
-from pgwal_pipeline.components.resources import SourceSettings
+from pgwal_pipeline.components.environment import SourceSettings
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import parse_lsn
 

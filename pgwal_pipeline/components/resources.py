@@ -1,6 +1,5 @@
-"""The resources of runs, sensors and schedules: the slot with its source, and Spark; and the settings of one source that they go by."""
+"""The resources of runs, sensors and schedules: the slot with its source, and Spark."""
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -10,7 +9,8 @@ import dagster as dg
 from dagster_pyspark import LazyPySparkResource
 from pydantic import Field, PrivateAttr
 
-from pgwal_pipeline.messages.errors import PgwalError, SettingError
+from pgwal_pipeline.components.environment import SourceSettings
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.relation import TableName
@@ -19,36 +19,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from pgwal_pipeline.pipeline.reports import DrainReport, LagReading
-
-DSN_VARIABLE = "PGWAL_SOURCE_DSN"
-
-
-@dataclass(frozen=True)
-class SourceSettings:
-    """The settings of one source: `given` to its component, as `PGWAL_*` variables, over those of the environment.
-
-    `unset` are the variables from which its DSN was to come, if they have none. They may hold secrets, so no configuration of a resource
-    holds them, which the UI would show: each process that loads the definitions makes them again.
-    """
-
-    given: Mapping[str, str] = field(default_factory=dict, repr=False)
-    unset: tuple[str, ...] = ()
-
-    def whole(self) -> Settings:
-        """Return the settings. Raises SettingError, also if the component names variables for the DSN that are not set.
-
-        Falling back on PGWAL_SOURCE_DSN would then read the wrong source.
-        """
-        if self.unset:
-            raise SettingError(
-                f"{' and '.join(self.unset)} is not set; it takes the source's libpq string or URI, such as "
-                "postgresql://user@host/database."
-            )
-        return Settings.from_environment(os.environ | self.given)
-
-    def without_source(self) -> Settings:
-        """Return the settings without a DSN: definitions also load without a source. Raises SettingError."""
-        return Settings.from_environment({name: value for name, value in (os.environ | self.given).items() if name != DSN_VARIABLE})
 
 
 @dataclass(frozen=True)
@@ -73,6 +43,12 @@ class ReplicationSlot:
         from pgwal_pipeline.pipeline.status import lag
 
         return lag(self.settings)
+
+    def has_changes(self, since: str) -> bool:
+        """Return whether the slot's short backlog may have a change of a followed table; `since` is a snapshot from before it."""
+        from pgwal_pipeline.pipeline.status import has_changes
+
+        return has_changes(self.settings, since)
 
     def flushed(self) -> int:
         """Return the LSN that a drain started now should reach: the source's flush LSN, on a standby its replay LSN."""

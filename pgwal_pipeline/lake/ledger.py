@@ -16,7 +16,7 @@ from pgwal_pipeline.lake import rows as as_rows
 from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.log import ALL, NEWEST, SEQUENCE, RowLog
-from pgwal_pipeline.lake.records import Chunk, Plan, Publish, Source, TablePointer, TableState, Window
+from pgwal_pipeline.lake.records import Chunk, Plan, Publish, Registration, Source, TablePointer, TableState, Window
 from pgwal_pipeline.lake.stream_facts import Read
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.values.lsn import format_lsn
@@ -24,7 +24,7 @@ from pgwal_pipeline.values.relation import TableName
 
 __all__ = ["LOGS", "Chunk", "Ledger", "Plan", "Publish", "Read", "Source", "TablePointer", "TableState", "Window"]
 
-LOGS = ("source", "windows", "plans", "reads", "tables", "chunks", "publishes")
+LOGS = ("source", "windows", "plans", "reads", "tables", "chunks", "publishes", "registrations")
 """The names of the ledger's Delta tables, as `Lake.ledger` takes them."""
 
 _CONFLICT = "Only one pipeline may feed a lake: make sure that no other one uses PGWAL_LAKE, then try again."
@@ -45,6 +45,7 @@ class Ledger:
         self._tables = RowLog(lake, "tables", as_rows.TABLES, ["table"])
         self._chunks = RowLog(lake, "chunks", as_rows.CHUNKS, ["table", "generation", "chunk"])
         self._publishes = RowLog(lake, "publishes", as_rows.PUBLISHES, ["lsn"], order="lsn")
+        self._registrations = RowLog(lake, "registrations", as_rows.REGISTRATIONS, ["location"])
         self._read: dict[int, Window] = {}
 
     def source(self) -> Source | None:
@@ -205,6 +206,10 @@ class Ledger:
         rows = as_rows.chunk_rows(chunks, _now())
         self._chunks.append(lambda _: rows)
 
+    def forget_chunks(self, location: TableName) -> None:
+        """Drop all chunks of the table at that location."""
+        self._chunks.rewrite(lambda rows: rows.filter(pc.field("table") != str(location)))
+
     def publish(self) -> Publish | None:
         """Return the newest publish, None before the first."""
         newest = self._publishes.rows(NEWEST).sort_by("lsn")
@@ -234,6 +239,15 @@ class Ledger:
             return as_rows.publish_rows(publish, self.lake)
 
         self._publishes.append(decide, NEWEST)
+
+    def registrations(self) -> dict[TableName, Registration]:
+        """Return what is known of the tables' entries in the catalog of PGWAL_SPARK_CATALOG, by the tables' locations."""
+        return {found.location: found for found in as_rows.registrations(self._registrations.rows())}
+
+    def record_registrations(self, registrations: Iterable[Registration]) -> None:
+        """Record what the catalog has of tables, all in one commit. The newest record of a location counts."""
+        rows = as_rows.registration_rows(registrations, _now())
+        self._registrations.append(lambda _: rows)
 
     def generations(self, location: TableName) -> set[str]:
         """Return the generations of the table at that location that have chunks in the ledger."""

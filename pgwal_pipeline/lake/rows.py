@@ -14,6 +14,7 @@ from pgwal_pipeline.lake.records import (
     FileWrite,
     Plan,
     Publish,
+    Registration,
     Source,
     TablePointer,
     TableState,
@@ -105,6 +106,8 @@ TABLES = pa.schema(
         ("retry_at", _MOMENT),
         ("rereads", pa.int64()),
         ("raw_from", pa.int64()),
+        ("unclean", pa.list_(pa.string())),
+        ("options", pa.string()),
         ("at", _MOMENT),
     ]
 )
@@ -128,6 +131,19 @@ PUBLISHES = pa.schema(
         ("lsn", pa.int64()),
         ("published_at", _MOMENT),
         ("tables", pa.map_(pa.string(), pa.struct([("path", pa.string()), ("version", pa.int64())]))),
+    ]
+)
+REGISTRATIONS = pa.schema(
+    [
+        ("location", pa.string()),
+        ("name", pa.string()),
+        ("target", pa.string()),
+        ("tried", pa.string()),
+        ("comments", pa.string()),
+        ("error", pa.string()),
+        ("failures", pa.int64()),
+        ("retry_at", _MOMENT),
+        ("at", _MOMENT),
     ]
 )
 
@@ -238,6 +254,7 @@ def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:
                 "key": list(state.key),
                 "dropped": list(state.dropped),
                 "earlier": list(state.earlier),
+                "unclean": list(state.unclean),
                 "kept_as": None if state.kept_as is None else str(state.kept_as),
                 "relation": None if state.relation is None else relation_to_json(state.relation),
                 "storage": None if state.storage is None else state.storage.to_json(),
@@ -260,6 +277,7 @@ def states(rows: pa.Table) -> list[TableState]:
                 key=tuple(row["key"] or ()),
                 dropped=tuple(row["dropped"] or ()),
                 earlier=tuple(row["earlier"] or ()),
+                unclean=tuple(row.get("unclean") or ()),
                 failures=row["failures"] or 0,
                 rereads=row["rereads"] or 0,
                 raw_from=row["raw_from"] or 0,
@@ -308,6 +326,17 @@ def publishes(rows: pa.Table, lake: Lake) -> list[Publish]:
         )
         for row in _records(rows)
     ]
+
+
+def registration_rows(registrations: Iterable[Registration], now: datetime) -> pa.Table:
+    """Return registrations as rows of REGISTRATIONS."""
+    found = [_fields(one) | {"location": str(one.location), "at": one.at or now} for one in registrations]
+    return pa.Table.from_pylist(found, REGISTRATIONS)
+
+
+def registrations(rows: pa.Table) -> list[Registration]:
+    """Return the registrations in `rows`, in their order."""
+    return [Registration(**_known(Registration, row, location=TableName.parse(row["location"]))) for row in _records(rows)]
 
 
 def _fields(record: Any) -> dict[str, Any]:

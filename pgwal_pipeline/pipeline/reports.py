@@ -196,7 +196,8 @@ class TablePublish:
 class PublishReport:
     """The `current` tables at one LSN. `lsn` and `published_at` are None before the first publish.
 
-    `seconds` is by stage: `session` (the start of Spark) and `publish` (everything else).
+    `seconds` is by stage: `session` (the start of Spark) and `publish` (everything else). `unregistered` are the tables that are not in the
+    catalog of PGWAL_SPARK_CATALOG as they should be, with the reasons.
     """
 
     lsn: int | None
@@ -204,6 +205,7 @@ class PublishReport:
     tables: Mapping[TableName, TablePublish]
     warnings: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    unregistered: Mapping[TableName, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any] | None:
         """Return the publish as `pgwal as-of --json` shows it; None before the first one."""

@@ -69,6 +69,21 @@ class TableDataset(pads.Dataset):
         return any(stored != name for name, stored in self._stored.items())
 
     @property
+    def is_partitioned(self) -> bool:
+        """Whether columns have their values in the log, not in the files."""
+        return bool(self._partitions)
+
+    @property
+    def stored_names(self) -> Mapping[str, str]:
+        """The columns' names in the files, by those in the table."""
+        return self._stored
+
+    @property
+    def parts(self) -> "list[tuple[str, np.ndarray | None]]":
+        """The files, by paths relative to the table, each with which of its rows are not deleted; None: all."""
+        return [(unquote(file.path), self._kept.get(unquote(file.path).rsplit("/", 1)[-1])) for file in self._files]
+
+    @property
     def bytes(self) -> int:
         """What the table's files take."""
         return sum(file.statistics["size_bytes"] for file in self._files)

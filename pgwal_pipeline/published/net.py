@@ -8,11 +8,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from pgwal_pipeline.values.own_columns import COMMIT_LSN, OP, ORDINAL, RESERVED, TEXT, WINDOW
-
-CHANGE = f"{RESERVED}change"
-FIRST_LSN = f"{RESERVED}first_lsn"
-LAST_LSN = f"{RESERVED}last_lsn"
+from pgwal_pipeline.published import quoting
+from pgwal_pipeline.values.own_columns import CHANGE, COMMIT_LSN, FIRST_LSN, LAST_LSN, OP, ORDINAL, RESERVED, TEXT, WINDOW
 
 _KINDS = pa.types
 
@@ -34,10 +31,7 @@ SPARK = Dialect(
     lambda name: _braces("`" + name.replace("`", "``") + "`"),
     lambda text: _braces("'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"),
 )
-DUCKDB = Dialect(
-    lambda name: _braces('"' + name.replace('"', '""') + '"'),
-    lambda text: _braces("'" + text.replace("'", "''") + "'"),
-)
+DUCKDB = Dialect(lambda name: _braces(quoting.name(name)), lambda text: _braces(quoting.text(text)))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgwal_pipeline.lake.delta import side_by_side
 from pgwal_pipeline.messages.errors import PgwalError
-from pgwal_pipeline.published import readers
+from pgwal_pipeline.published import quoting, readers
 from pgwal_pipeline.published.dataset import TableDataset
 from pgwal_pipeline.published.state import PublishedState
 from pgwal_pipeline.values.relation import TableName
@@ -77,20 +77,16 @@ def _show_named(connection: "DuckDBPyConnection", state: PublishedState, sql: st
     readers.show_all(connection, dict(zip(wanted, datasets, strict=True)))
     schemas = sorted({table.schema for table in published}, key=lambda schema: (schema != _SCHEMA, schema))
     for schema in schemas:
-        connection.execute(f"CREATE SCHEMA IF NOT EXISTS {readers.quoted(schema)}")
+        connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quoting.name(schema)}")
     if schemas:
-        connection.execute(f"SET search_path = {_text(','.join(map(readers.quoted, schemas)))}")
+        connection.execute(f"SET search_path = {quoting.text(','.join(map(quoting.name, schemas)))}")
 
 
 def _shut(connection: "DuckDBPyConnection", folder: str) -> None:
     """Let the connection reach nothing but what it has, and a folder of its own for what does not fit into memory."""
-    connection.execute(f"SET temp_directory = {_text(folder)}")
+    connection.execute(f"SET temp_directory = {quoting.text(folder)}")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
-
-
-def _text(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Read a version of a `current` table with Spark, Polars, Arrow or DuckDB."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 from pgwal_pipeline.lake.delta import lake_errors, side_by_side
 from pgwal_pipeline.lake.layout import storage_options
 from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.published import native, quoting
 from pgwal_pipeline.published.dataset import TableDataset
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.own_columns import RESERVED, TEXT
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     import polars as pl
     from duckdb import DuckDBPyConnection
     from pyspark.sql import DataFrame, SparkSession
+
+Show = Callable[["DuckDBPyConnection", TableName, TableDataset, int], None]
+"""Makes a table a view of a connection."""
 
 TEXT_OF = f"{TEXT}_"
 """What the name of a column begins with that has the texts of another one's values."""
@@ -88,8 +92,18 @@ def duckdb(tables: Mapping[TableName, tuple[str, int]]) -> "DuckDBPyConnection":
     """
     datasets = side_by_side(lambda at: TableDataset(*at), list(tables.values()))
     connection = empty_duckdb()
-    show_all(connection, dict(zip(tables, datasets, strict=True)))
+    show_all(connection, dict(zip(tables, datasets, strict=True)), _show_fast)
     return connection
+
+
+def _show_fast(connection: "DuckDBPyConnection", name: TableName, dataset: TableDataset, number: int) -> None:
+    """Do as `show`; DuckDB reads the files of a large table itself."""
+    if not native.is_for(dataset):
+        show(connection, name, dataset, number)
+        return
+    connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quoting.name(name.schema)}")
+    with lake_errors(dataset.path):
+        connection.execute(f"CREATE VIEW {view_of(name)} AS {native.select(connection, dataset, number)}")
 
 
 def empty_duckdb() -> "DuckDBPyConnection":
@@ -102,28 +116,23 @@ def empty_duckdb() -> "DuckDBPyConnection":
     return connection
 
 
-def show_all(connection: "DuckDBPyConnection", datasets: Mapping[TableName, TableDataset]) -> None:
-    """Make each dataset a view `"schema"."table"` of the connection; of names that differ only in case the first has one."""
+def show_all(connection: "DuckDBPyConnection", datasets: Mapping[TableName, TableDataset], make: "Show | None" = None) -> None:
+    """Make each dataset a view `"schema"."table"` by `make` (`show`); of names that differ only in case the first has one."""
     shown: set[tuple[str, str]] = set()
     for number, (name, dataset) in enumerate(datasets.items()):
         if (folded := (name.schema.lower(), name.name.lower())) not in shown:
             shown.add(folded)
-            show(connection, name, dataset, number)
+            (make or show)(connection, name, dataset, number)
 
 
 def show(connection: "DuckDBPyConnection", name: TableName, dataset: Any, number: int) -> None:
     """Make `dataset` a view `"schema"."table"` of the connection; `number` is its own there."""
     hidden = f"{RESERVED}{number}"
     connection.register(hidden, dataset)
-    connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quoted(name.schema)}")
-    connection.execute(f"CREATE VIEW {view_of(name)} AS FROM {quoted(hidden)}")
+    connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quoting.name(name.schema)}")
+    connection.execute(f"CREATE VIEW {view_of(name)} AS FROM {quoting.name(hidden)}")
 
 
 def view_of(name: TableName) -> str:
     """Return the name of a table's view in SQL."""
-    return f"{quoted(name.schema)}.{quoted(name.name)}"
-
-
-def quoted(name: str) -> str:
-    """Return a name quoted for DuckDB."""
-    return '"' + name.replace('"', '""') + '"'
+    return f"{quoting.name(name.schema)}.{quoting.name(name.name)}"

@@ -6,12 +6,8 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from pgwal_pipeline.lake.as_of import LATEST, publish_as_of
-from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lake.records import Publish, TablePointer
 from pgwal_pipeline.messages.errors import LakeError, PgwalError
-from pgwal_pipeline.published import readers
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn, parse_lsn
 from pgwal_pipeline.values.relation import TableName
@@ -23,6 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
+    from pgwal_pipeline.lake.ledger import Ledger
     from pgwal_pipeline.published.changes import Changes
     from pgwal_pipeline.published.dataset import TableDataset
 
@@ -34,11 +31,15 @@ class PublishedTable(NamedTuple):
     version: int
 
 
-def open_state(settings: Settings, when: str = LATEST) -> "PublishedState":
+def open_state(settings: Settings, when: str = "latest") -> "PublishedState":
     """Return the newest publish at or before `when`, as `pgwal as-of` takes it, to be read.
 
     Raises SettingError if `when` is neither an LSN nor a time, LakeError if nothing was published by then.
     """
+    from pgwal_pipeline.lake.as_of import publish_as_of
+    from pgwal_pipeline.lake.layout import Lake
+    from pgwal_pipeline.lake.ledger import Ledger
+
     ledger = Ledger(Lake(settings.lake))
     return PublishedState(settings, ledger, publish_as_of(ledger, when))
 
@@ -61,7 +62,7 @@ class PublishedState:
     """
 
     settings: Settings = field(repr=False)
-    ledger: Ledger = field(repr=False)
+    ledger: "Ledger" = field(repr=False)
     publish: Publish = field(repr=False)
     on_read: Callable[[str, int], None] = field(default=_ignore, repr=False)
     last_read: Callable[[], int | None] = field(default=_not_known, repr=False)
@@ -87,11 +88,15 @@ class PublishedState:
         With `text` there is a column `_pgwal_text_<column>` for each column that cannot hold every value of Postgres: the value's text
         where the column is null for that. Raises PgwalError if the table is not published.
         """
+        from pgwal_pipeline.published import readers
+
         at = self._read(name)
         return readers.spark(session or readers.own_session(self.settings), at.path, at.version, text)
 
     def polars(self, name: str, *, text: bool = False) -> "pl.LazyFrame":
         """Return a table as a LazyFrame. Only the columns and files that a query needs are read. Otherwise as `spark`."""
+        from pgwal_pipeline.published import readers
+
         at = self._read(name)
         return readers.polars(at.path, at.version, text)
 
@@ -103,6 +108,8 @@ class PublishedState:
 
     def arrow(self, name: str, columns: Sequence[str] | None = None, *, text: bool = False) -> "pa.Table":
         """Return a table, or those columns of it, as an Arrow table in memory. Otherwise as `spark`."""
+        from pgwal_pipeline.published import readers
+
         return readers.arrow(self.dataset(name), columns, text)
 
     def pandas(self, name: str, columns: Sequence[str] | None = None, *, text: bool = False) -> "pd.DataFrame":
@@ -114,6 +121,8 @@ class PublishedState:
 
         Raises PgwalError if one of `names` is not published.
         """
+        from pgwal_pipeline.published import readers
+
         wanted = {name: self._read(name) for name in (self.tables if names is None else names)}
         return readers.duckdb({TableName.parse(name): (at.path, at.version) for name, at in wanted.items()})
 
@@ -124,7 +133,7 @@ class PublishedState:
         changes cannot be determined, the result is `complete`: the whole table. Raises PgwalError if the table is not published, or if
         `since` is no LSN or later than this state.
         """
-        from pgwal_pipeline.published.changes import find_changes
+        from pgwal_pipeline.published.finding import find_changes
 
         at = self._read(name)
         return find_changes(

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
-from xml.sax.saxutils import quoteattr
 
 from pgwal_pipeline.host.cache import held, user_cache
 from pgwal_pipeline.messages.errors import PgwalError
@@ -129,6 +128,8 @@ def _bundled() -> dict[str, str]:
 
 def _module(packages: Sequence[str], without: Collection[str]) -> str:
     """An Ivy file for `packages` with their dependencies, except the artifacts in `without`."""
+    from xml.sax.saxutils import quoteattr
+
     lines = [
         '<ivy-module version="2.0">',
         '<info organisation="pgwal" module="jars"/>',
@@ -145,6 +146,8 @@ def _module(packages: Sequence[str], without: Collection[str]) -> str:
 
 def _settings(repository: str | None) -> str:
     """Ivy settings with one Maven repository: `repository`, or Maven Central."""
+    from xml.sax.saxutils import quoteattr
+
     root = f" root={quoteattr(repository)}" if repository else ""
     return (
         '<ivysettings><settings defaultResolver="maven"/>'

@@ -17,5 +17,10 @@ WINDOW = "_pgwal_window"
 GENERATION = "_pgwal_generation"
 """The partition column of a snapshot table: the id of the generation that a row belongs to."""
 
+CHANGE = "_pgwal_change"
+FIRST_LSN = "_pgwal_first_lsn"
+LAST_LSN = "_pgwal_last_lsn"
+"""What net changes say of a key: `insert`, `update` or `delete`, and the LSNs of its first and its last commit."""
+
 CHUNK = "_pgwal_chunk"
 """The id of the attempt at a chunk that wrote a row of a snapshot table."""

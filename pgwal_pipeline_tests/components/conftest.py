@@ -4,7 +4,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from pgwal_pipeline.components.resources import DSN_VARIABLE
+from pgwal_pipeline.components.environment import DSN_VARIABLE
 from pgwal_pipeline_tests.components.instances import dagster_instance
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, Publish, Source, TablePointer, TableState, Window
-from pgwal_pipeline.lake.records import FileWrite, TableWrite
+from pgwal_pipeline.lake.records import FileWrite, Registration, TableWrite
 from pgwal_pipeline.lake.rows import window_rows, windows
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.values.lsn import window_key
@@ -358,3 +358,14 @@ def test_a_window_of_an_older_version_does_not_know_its_newest_commits(lake: Lak
     )
     assert [[write.newest_lsn for write in window.tables] for window in windows(older, lake)] == [[0], [], [90, 90]]
     assert [window.tables[-1].newest_at for window in windows(rows, lake) if window.tables] == [_write(lake).newest_at] * 2
+
+
+def test_what_a_catalog_has_of_a_table_is_remembered(lake: Lake) -> None:
+    ledger, moment = Ledger(lake), datetime(2026, 1, 31, tzinfo=UTC)
+    assert ledger.registrations() == {}
+    first = Registration(_ORDERS, None, "target", "tried", error="It is away.", failures=2, retry_at=moment, at=moment)
+    ledger.record_registrations([first, replace(first, location=TableName("shop", "a"))])
+    ledger.record_registrations([Registration(_ORDERS, "c.shop.order_lines", "target", "tried", "comments", at=moment)])
+    found = Ledger(lake).registrations()
+    assert found[_ORDERS] == Registration(_ORDERS, "c.shop.order_lines", "target", "tried", "comments", at=moment)
+    assert found[TableName("shop", "a")] == replace(first, location=TableName("shop", "a"))

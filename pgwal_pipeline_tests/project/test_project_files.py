@@ -18,7 +18,14 @@ from pgwal_pipeline.lake.layout import _PASSED_ON
 from pgwal_pipeline.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parents[2]
-_EXAMPLES = {"PGWAL_SOURCE_DSN", "PGWAL_SPARK_REMOTE", "PGWAL_SPARK_CONF"}  # have no default: an example stands there
+_EXAMPLES = {
+    "PGWAL_SOURCE_DSN",
+    "PGWAL_SPARK_REMOTE",
+    "PGWAL_SPARK_CONF",
+    "PGWAL_SPARK_CATALOG",
+    "PGWAL_TABLE_OPTIONS",
+    "PGWAL_HASH_KEY",
+}  # have no default: an example stands there
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from pgwal_pipeline.settings import Settings
 from pgwal_pipeline_tests.components.projects import project
 from pgwal_pipeline_tests.project.guides import ROOT, blocks, names, read, tables
 
-_HEAVY = ("dagster", "pyspark", "deltalake", "pyarrow", "numpy", "pydantic", "psycopg2", "click")
+_HEAVY = ("dagster", "pyspark", "deltalake", "pyarrow", "numpy", "pandas", "polars", "duckdb", "grpc", "pydantic", "psycopg2", "click")
+_OF_DAGSTER = {"dagster", "pydantic", "click"}  # what Dagster is, and loads itself
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -33,6 +34,16 @@ def loaded_by(statement: str) -> set[str]:
 )
 def test_importing_loads_nothing_heavy(statement: str) -> None:
     assert loaded_by(statement) == set()
+
+
+@pytest.mark.parametrize("name", ["PublishedState", "Changes", "apply_changes"])
+def test_a_name_for_reading_loads_nothing_that_reads(name: str) -> None:
+    assert loaded_by(f"from pgwal_pipeline import {name}") <= {"pydantic"}
+
+
+@pytest.mark.parametrize("name", ["PublishedLake", "PublishedTableIOManager"])
+def test_a_resource_loads_dagster_alone(name: str) -> None:
+    assert loaded_by(f"from pgwal_pipeline import {name}") - _OF_DAGSTER == set()
 
 
 def test_what_is_heavy_is_noticed() -> None:

@@ -2,23 +2,38 @@
 
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
 
 from pgwal_pipeline.messages.errors import LakeError, PgwalError
+from pgwal_pipeline.published import native
+from pgwal_pipeline.published.apply import apply_changes
+from pgwal_pipeline.published.dataset import TableDataset
 from pgwal_pipeline.published.state import PublishedState, open_state
 from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import Source
 
 _TABLE = 'public."Order Lines"'
 
+
+def _large(state: PublishedState, name: str) -> list[dict[str, Any]]:
+    """As DuckDB reads tables that are large."""
+    with pytest.MonkeyPatch.context() as sizes:
+        sizes.setattr(native, "_LARGE", 0)
+        connection = state.duckdb()
+    assert "read_parquet" in str(connection.sql("SELECT sql FROM duckdb_views() WHERE NOT internal").fetchall())
+    return connection.sql(f"FROM {name}").to_arrow_table().to_pylist()
+
+
 READERS: dict[str, Callable[[PublishedState, Any, str], list[dict[str, Any]]]] = {
     "spark": lambda state, spark, name: [row.asDict() for row in state.spark(name, spark).collect()],
     "polars": lambda state, spark, name: state.polars(name).collect().to_dicts(),
     "arrow": lambda state, spark, name: state.arrow(name).to_pylist(),
     "pandas": lambda state, spark, name: state.pandas(name).to_dict("records"),
+    "duckdb_of_large_tables": lambda state, spark, name: _large(state, name),
     "duckdb": lambda state, spark, name: state.duckdb().sql(f"FROM {name}").to_arrow_table().to_pylist(),
 }
 
@@ -56,6 +71,20 @@ def test_every_reader_has_the_rows_of_then(reader: str, published: Pipeline, spa
     assert str(rows[1]["day"]).startswith("2026-01-01")
     lines = sorted(read(state, spark, _TABLE), key=lambda row: row["id"])
     assert [(row["id"], row["a b,c"]) for row in lines] == [(number, f"x{number}") for number in range(1, 201) if number % 3]
+
+
+def test_spark_connect_has_the_rows_of_then_and_what_changed(published: Pipeline, spark_connect: Any, tmp_path: Path) -> None:
+    state = open_state(published.settings)
+    published.source.sql("UPDATE t SET note = 'later' WHERE id = 2; DELETE FROM t WHERE id = 4; INSERT INTO t (id) VALUES (999)")
+    published.drain()
+    published.publish()
+    assert state.spark("public.t", spark_connect, text=True).where("note = 'n2' AND _pgwal_text_day IS NULL").count() == 1
+    newer, target = open_state(published.settings), str(tmp_path / "target")
+    changes = newer.changes("public.t", since=state)
+    assert {row["id"]: row["_pgwal_change"] for row in changes.spark(spark_connect).collect()} == {2: "update", 4: "delete", 999: "insert"}
+    for found in (state.changes("public.t"), changes):
+        apply_changes(spark_connect, target, found)
+    assert sorted(TableDataset(target).to_table(["id"])["id"].to_pylist()) == sorted(newer.arrow("public.t", ["id"])["id"].to_pylist())
 
 
 def test_what_a_column_cannot_hold_is_there_as_text(published: Pipeline, spark: Any) -> None:

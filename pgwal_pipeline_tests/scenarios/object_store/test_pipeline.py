@@ -10,14 +10,17 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import boto3
 import polars as pl
 import pytest
+from deltalake import DeltaTable
 
 from pgwal_pipeline.host.spawn import port_free
+from pgwal_pipeline.lake import isolation, rewrite, upkeep
 from pgwal_pipeline.lake.layout import storage_options
 from pgwal_pipeline.messages.errors import LakeError, PgwalError
 from pgwal_pipeline.messages.progress import Silent
@@ -25,7 +28,9 @@ from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline.as_of import find_publish
 from pgwal_pipeline.pipeline.doctor import examine
 from pgwal_pipeline.pipeline.status import status
+from pgwal_pipeline.pipeline.upkeep import keep_up
 from pgwal_pipeline.pipeline.verify import verify
+from pgwal_pipeline.published.state import open_state
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.spark.session import spark_session
 from pgwal_pipeline.values.lsn import format_lsn
@@ -107,6 +112,27 @@ def assert_current(pipeline: Pipeline) -> None:
         assert sorted(frame.rows()) == rows(pipeline.source, table)
 
 
+def assert_readers_agree(pipeline: Pipeline, since: str, session: Any) -> None:
+    """Each reader of the newest state has the source's rows, and the changes since `since` lead to them."""
+    older, state = open_state(pipeline.settings, since), open_state(pipeline.settings)
+    now = {
+        "polars": state.polars("public.a").select("id", "v").collect().rows(),
+        "arrow": [(row["id"], row["v"]) for row in state.arrow("public.a", ["id", "v"]).to_pylist()],
+        "duckdb": state.duckdb(["public.a"]).sql("SELECT id, v FROM public.a").fetchall(),
+        **({} if session is None else {"spark": [tuple(row) for row in state.spark("public.a", session).select("id", "v").collect()]}),
+    }
+    assert {reader: sorted(found) for reader, found in now.items()} == dict.fromkeys(now, rows(pipeline.source, "a"))
+    changes = state.changes("public.a", since=older)
+    assert not changes.complete, changes.reason
+    for found in (changes.arrow().to_pylist(), *([] if session is None else [[row.asDict() for row in changes.spark(session).collect()]])):
+        held = dict(older.polars("public.a").select("id", "v").collect().rows())
+        held |= {row["id"]: row["v"] for row in found if row["_pgwal_change"] != "delete"}
+        for row in found:
+            if row["_pgwal_change"] == "delete":
+                del held[row["id"]]
+        assert sorted(held.items()) == rows(pipeline.source, "a")
+
+
 def assert_raw_once(pipeline: Pipeline) -> None:
     """Raw has no change twice and every change that was counted, window by window."""
     counted = 0
@@ -145,6 +171,7 @@ def test_the_commands(connect: bool, place: Place, pipeline: Pipeline, tmp_path:
     assert second["changes"] > 10
     assert_current(pipeline)
     assert commands.json("as-of", first["publish"]["lsn"])["lsn"] == first["publish"]["lsn"]
+    assert_readers_agree(pipeline, first["publish"]["lsn"], spark_session(pipeline.settings) if connect else None)
     status = commands.json("status")
     assert status["tables"]["public.a"]["rows"] == 100
     assert status["tables"]["public.a"]["current_path"].startswith("s3://lakes/")
@@ -255,6 +282,28 @@ def test_every_stage_and_a_table_read_again(pipeline: Pipeline) -> None:
         frame = pl.read_delta(found["path"], version=found["version"], storage_options=storage_options(found["path"]))
         assert sorted(frame.select("id", "v").rows()) == before[table]
     assert_raw_once(pipeline)
+
+
+@pytest.mark.soak
+def test_files_are_rewritten_between_publishes(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite, "_ROWS", -1)
+    monkeypatch.setattr(isolation, "_FEW_ROWS", -1)
+    monkeypatch.setattr(upkeep, "_SMALL_FILES", 2)
+    monkeypatch.setattr(upkeep, "_TINY", 0)
+    pipeline.sync()
+    for number in range(3):
+        change(pipeline.source, number)
+        pipeline.sync()
+    path = pipeline.lake.current(TableName("public", "a"))
+    before = len(DeltaTable(path, storage_options=storage_options(path)).file_uris())
+    done = keep_up(pipeline.settings, pipeline.spark, pipeline.ledger, timedelta(days=1), Silent())
+    assert (done.tables, done.rewritten, done.warnings) == (2, 2, ())
+    assert len(DeltaTable(path, storage_options=storage_options(path)).file_uris()) < before
+    assert_current(pipeline)
+    change(pipeline.source, 5)
+    pipeline.sync()
+    assert_current(pipeline)
+    assert verify(pipeline.settings, pipeline.spark, progress=Silent()).equal
 
 
 _CHILD = {
