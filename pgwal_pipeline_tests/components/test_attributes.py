@@ -10,7 +10,7 @@ from pgwal_pipeline.messages.errors import SettingError
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.translator import PgwalTranslator
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline.values.table_options import Options, parse_options
+from pgwal_pipeline.values.table_options import Options
 from pgwal_pipeline_tests.project.guides import names, read, tables
 
 pytestmark = pytest.mark.usefixtures("no_settings")

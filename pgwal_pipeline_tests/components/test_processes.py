@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import dagster as dg
 import pytest
 
+from pgwal_pipeline.components.environment import SourceSettings
 from pgwal_pipeline.components.processes import PROCESS_TAG, end_dead_runs, process_tags
-from pgwal_pipeline.components.resources import SourceSettings, slot_resource
+from pgwal_pipeline.components.resources import slot_resource
 from pgwal_pipeline.messages.errors import SourceUnavailable
 from pgwal_pipeline.postgres.presence import present
 from pgwal_pipeline_tests.support import Source, wait_for

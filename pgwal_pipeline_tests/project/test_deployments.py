@@ -119,4 +119,6 @@ def test_the_chart_gets_the_limits_of_the_other_deployments(values: dict[str, An
     assert set(values["runLauncher"]["config"]["k8sRunLauncher"]["runK8sConfig"]) <= {
         "containerConfig", "podSpecConfig", "podTemplateSpecMetadata", "jobSpecConfig", "jobMetadata",
     }  # fmt: skip
-    assert set(values["dagsterDaemon"]) <= {"runCoordinator", "runMonitoring", "runRetries"}
+    assert set(values["dagsterDaemon"]) <= {"runCoordinator", "runMonitoring", "runRetries", "sensors"}
+    threads = values["dagsterDaemon"]["sensors"]
+    assert {"use_threads": threads["useThreads"], "num_workers": threads["numWorkers"]} == instance["sensors"]
