@@ -7,7 +7,21 @@ from rich.console import Console
 
 from bench.report import RESULTS, Result, save, show
 
-NAMES = ("drain", "tables", "memory", "publish", "snapshot", "first_reading", "catch_up", "windows", "latency", "published", "help")
+NAMES = (
+    "drain",
+    "tables",
+    "hash",
+    "memory",
+    "publish",
+    "deep",
+    "snapshot",
+    "first_reading",
+    "catch_up",
+    "windows",
+    "latency",
+    "published",
+    "help",
+)
 
 
 @click.command()
@@ -17,13 +31,22 @@ NAMES = ("drain", "tables", "memory", "publish", "snapshot", "first_reading", "c
 def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
     """Run the benchmarks called NAMES, or all of them.
 
-    drain: 800,000 changes, against pg_recvlogical. tables: the same changes over 50 tables and in one. memory: one transaction of 5 million
-    rows and one of 1 million. publish: 100,000 changed keys into a million rows, against a hand-written MERGE. snapshot: 3 million rows,
-    against COPY. first_reading: 1,000 tables of 100 rows, and 300. catch_up: 2 GB of WAL in one, two and three windows, one round. windows:
-    a drain, a publish and a status after 10 windows and after 10,000. latency: from a commit to `current` under `dagster dev`, 400 changes
-    a second for five minutes, with the defaults and with PGWAL_MAX_STALENESS=1s. published: the changes of 100,000 keys of 10
-    million rows, and scans of that table against plain ones. help: the time of `pgwal --help`.
-    """
+    \b
+    drain: 800,000 changes, against pg_recvlogical.
+    tables: the same changes over 50 tables and in one.
+    hash: the same changes with two of ten columns hashed, and without.
+    memory: one transaction of 5 million rows and one of 1 million.
+    publish: 100,000 changed keys into a million rows, against a hand-written MERGE.
+    deep: 100,000 changed keys merged into tables of 1 to 30 million rows.
+    snapshot: 3 million rows, against COPY.
+    first_reading: 1,000 tables of 100 rows, and 300.
+    catch_up: 2 GB of WAL in one, two and three windows, one round.
+    windows: a drain, a publish and a status after 10 windows and after 10,000.
+    latency: from a commit to `current` under `dagster dev`, 400 changes a second for five minutes, with the defaults and with
+    PGWAL_MAX_STALENESS=1s.
+    published: the changes of 100,000 keys of 10 million rows, and scans of that table against plain ones.
+    help: the time of `pgwal --help`.
+    """  # noqa: D301 - click reads the backspace
     console = Console()
     for name in names or NAMES:
         result = _benchmark(name, rounds, scale)()
@@ -45,6 +68,10 @@ def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:
             from bench.drains import many_tables
 
             return lambda: many_tables(size(800_000), rounds)
+        case "hash":
+            from bench.drains import with_hashes
+
+            return lambda: with_hashes(size(800_000), rounds)
         case "memory":
             from bench.memory import one_transaction
 
@@ -53,6 +80,10 @@ def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:
             from bench.publishes import against_merge
 
             return lambda: against_merge(size(1_000_000), size(100_000), rounds)
+        case "deep":
+            from bench.deep import in_larger_tables
+
+            return lambda: in_larger_tables(size(1_000_000), size(10_000_000), size(30_000_000), size(100_000), rounds)
         case "snapshot":
             from bench.snapshots import against_copy
 

@@ -66,6 +66,31 @@ def many_tables(changes: int, rounds: int) -> Result:
     return Result("tables", "the same changes over 50 tables and in one", (one, fifty), fifty.median / one.median, "50 tables / 1 table")
 
 
+def with_hashes(changes: int, rounds: int) -> Result:
+    """Measure a drain with two of ten columns hashed, a number with many values and a text that is different in each row."""
+    options = {"hashed": {"*.*": {"hash": ["customer", "note"]}}, "plain": {}}
+    taken: dict[str, list[float]] = {name: [] for name in options}
+    with server() as postgres, tempfile.TemporaryDirectory() as folder:
+        dsn = make_database(postgres, "bench")
+        tables = make_tables(dsn, 5)
+
+        def settings(name: str, number: int) -> Settings:
+            plain = _settings(dsn, str(Path(folder, name)), number, prefix=name)
+            return Settings.from_environment(plain.to_environment() | {"PGWAL_HASH_KEY": "k" * 64}, table_options=options[name])
+
+        for number in range(rounds):
+            for name in options:
+                bootstrap(settings(name, number), progress=Silent())
+        made = load(dsn, tables, changes)
+        for number in range(rounds):
+            for name, seconds in taken.items():
+                seconds.append(_drain(settings(name, number))[0])
+    hashed, plain = (Measure(f"drain of {made:,} changes, {name}", "s", tuple(seconds)) for name, seconds in taken.items())
+    return Result(
+        "hash", "a drain with two of ten columns hashed, and without", (hashed, plain), hashed.median / plain.median, "hashed / plain"
+    )
+
+
 def _settings(dsn: str, folder: str, number: int, prefix: str = "pgwal") -> Settings:
     return Settings.from_environment(
         {}, source_dsn=dsn, lake=str(Path(folder, str(number))), slot=f"{prefix}_{number}", publication=PUBLICATION

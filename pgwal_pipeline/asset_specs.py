@@ -1,7 +1,7 @@
 """All assets: their keys, their groups, and what the UI shows of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +12,7 @@ from pgwal_pipeline.messages.printable import code_span, distinct, plain_markdow
 from pgwal_pipeline.values.catalog_name import CatalogPattern
 from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
 from pgwal_pipeline.values.relation import TableName
+from pgwal_pipeline.values.table_options import TableOptions
 
 if TYPE_CHECKING:
     from pgwal_pipeline.lake.layout import Lake
@@ -96,6 +97,7 @@ class AssetSpecs:
     owners: Sequence[str] = ()
     slot_fails_after: timedelta = timedelta(minutes=30)
     catalog: CatalogPattern | None = None
+    options: TableOptions = field(default_factory=TableOptions)
 
     def slot(self, publication: str) -> dg.AssetSpec:
         """Return the slot's spec. It is kept fresh while commits are read and published in time, also if there are none.
@@ -152,7 +154,9 @@ class AssetSpecs:
                 "A partition is a window of the write-ahead log; its key is the end LSN.",
             ),
             metadata=_named(RAW, known)
-            | _stored(self.lake.raw(known.location), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}),
+            | self._stored(
+                known, self.lake.raw(known.location), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}
+            ),
         )
 
     def snapshot(self, known: KnownTable) -> dg.AssetSpec:
@@ -170,7 +174,8 @@ class AssetSpecs:
                 "stream goes on. Materialize it to read the table again.",
             ),
             metadata=_named(SNAPSHOT, known)
-            | _stored(
+            | self._stored(
+                known,
                 self.lake.snapshot(known.location),
                 _lake_schema(known, _CURRENT_COLUMNS[1:]),
                 {name: [source] for name in _names(known)},
@@ -194,13 +199,18 @@ class AssetSpecs:
                 "All current tables are at the same LSN: joining them shows one state of the source.",
             ),
             metadata=_named(CURRENT, known)
-            | _stored(
+            | self._stored(
+                known,
                 self.lake.current(known.location),
                 _lake_schema(known, _CURRENT_COLUMNS),
                 {name: [raw, snapshot] for name in _names(known)},
             )
             | ({} if self.catalog is None else {"dagster/table_name": str(self.catalog.of(known.table))}),
         )
+
+    def _stored(self, known: KnownTable, path: str, schema: dg.TableSchema, lineage: Mapping[str, Sequence[dg.AssetKey]]) -> dict[str, Any]:
+        options = self.options.of(known.table).to_json()
+        return _stored(path, schema, lineage) | ({"pgwal/options": options} if options else {})
 
 
 def _named(layer: Layer, known: KnownTable) -> dict[str, Any]:

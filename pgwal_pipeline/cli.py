@@ -274,7 +274,8 @@ def status(as_json: bool) -> None:
             yield f"window    {window['key']} {window['state']}{done}"
         for name, table in answer["tables"].items():
             rows = "" if table["rows"] is None else f"  {table['rows']:,} rows"
-            yield f"  {table['state']:<12} {name}{rows}{'  ' + table['reason'] if table['reason'] else ''}"
+            options = f"  {json.dumps(table['options'], ensure_ascii=False)}" if table["options"] else ""
+            yield f"  {table['state']:<12} {name}{rows}{options}{'  ' + table['reason'] if table['reason'] else ''}"
 
     _answer(as_json, answer, lines)
 

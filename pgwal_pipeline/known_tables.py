@@ -60,7 +60,8 @@ def fetch(settings: Settings) -> tuple[KnownTable, ...]:
     from pgwal_pipeline.postgres.followed import comments, followed_tables
 
     with connect(settings.dsn, application="pgwal definitions", connect_timeout=CONNECT_TIMEOUT) as conn:
-        relations = followed_tables(conn, settings.publication, settings.tables)
+        found = followed_tables(conn, settings.publication, settings.tables)
+        relations = [settings.protection.relation(relation) for relation in found]
         said = comments(conn, [relation.oid for relation in relations])
         return tuple(known(relation, said.get(relation.oid, {})) for relation in relations)
 
@@ -68,7 +69,13 @@ def fetch(settings: Settings) -> tuple[KnownTable, ...]:
 def known(relation: Relation, comments: Mapping[str | None, str]) -> KnownTable:
     """Return what the definitions keep of a table, with the comments of its columns, and under None its own."""
     columns = tuple(
-        KnownColumn(column.name, column.type.name, _lake_type(column.type), column.nullable, comments.get(column.name))
+        KnownColumn(
+            column.name,
+            column.type.name,
+            "string" if column.protection is not None else _lake_type(column.type),
+            column.nullable,
+            comments.get(column.name),
+        )
         for column in relation.columns
     )
     return KnownTable(relation.table, columns, relation.key, oid=relation.oid, comment=comments.get(None))

@@ -17,6 +17,7 @@ from pgwal_pipeline.messages import progress
 from pgwal_pipeline.messages.errors import BlockedByTransaction, PgwalError, SettingError, SlotBusy, SourceUnavailable
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
+from pgwal_pipeline.pipeline.applied_options import take_key
 from pgwal_pipeline.pipeline.reports import RunReport
 from pgwal_pipeline.pipeline.status import lag
 from pgwal_pipeline.settings import Settings
@@ -118,7 +119,12 @@ def publish(settings: Settings) -> RunReport:
 
 def resnapshot(settings: Settings, tables: Sequence[TableName] | None) -> RunReport:
     """Read `tables` again and publish. With None all tables are read, and a lost or missing slot is created again first."""
-    with _jobs(settings, drains.renew if tables is None else drains.bootstrap) as run:
+
+    def prepare(settings: Settings, *, progress: progress.Progress) -> object:
+        take_key(settings, Ledger(Lake(settings.lake)), tables)
+        return (drains.renew if tables is None else drains.bootstrap)(settings, progress=progress)
+
+    with _jobs(settings, prepare) as run:
         if tables is None:
             tables = [state.table for state in Ledger(Lake(settings.lake)).tables().values() if state.followed]
         parts = _snapshot_beside_drains(settings, run, {"tables": [str(table) for table in tables]}) if tables else []

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, SecretStr, ValidationError, field_validator
 
 from pgwal_pipeline.messages.errors import SettingError
+from pgwal_pipeline.values.protection import Protection
+from pgwal_pipeline.values.table_options import OptionError, TableOptions, parse_options
 
 PREFIX = "PGWAL_"
 
@@ -20,7 +23,7 @@ ROW_BYTES = 64 << 20
 """Bytes that one row may have, whatever the memory budget."""
 
 _SHOWN = 80  # characters of a wrong value that its error message repeats
-_SECRET = frozenset({"source_dsn", "spark_conf", "spark_remote"})
+_SECRET = frozenset({"source_dsn", "spark_conf", "spark_remote", "hash_key", "table_options"})
 _UNITS = {"B": 1, "": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
 _SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -58,9 +61,61 @@ def _parse_conf(value: Any) -> Any:
     return {str(name): json.dumps(item) if isinstance(item, bool) else str(item) for name, item in conf.items()}
 
 
+def _table_options(value: Any) -> Any:
+    """Return the options of tables from a mapping, from JSON, or from the path of a YAML or JSON file. Raises SettingError."""
+    if isinstance(value, TableOptions):
+        return value
+    where = f"{PREFIX}TABLE_OPTIONS"
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise SettingError(f"{where} is no JSON ({error}), and no path of a YAML or JSON file either.") from None
+    elif isinstance(value, str):
+        where = f"The file {value} that {where} names"
+        value = _yaml(value, where)
+    try:
+        return parse_options(value)
+    except OptionError as error:
+        raise SettingError(f"{where} {error}.") from None
+
+
+def _yaml(path: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, RuntimeError) as error:
+        raise SettingError(f"{where} cannot be read ({error.strerror if isinstance(error, OSError) else error}).") from None
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f" (line {mark.line + 1})"
+        raise SettingError(f"{where} is neither YAML nor JSON in UTF-8{place}.") from None
+
+
+def _hash_key(value: Any) -> Any:
+    """Return the key of hashes, which may be in a file: `@/path`. Raises SettingError."""
+    if not isinstance(value, str) or not value.startswith("@"):
+        return value
+    try:
+        key = Path(value[1:]).expanduser().read_bytes().decode().rstrip("\r\n")
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8" if isinstance(error, ValueError) else error
+        raise SettingError(f"{PREFIX}HASH_KEY names the file {value[1:]}, which cannot be read ({reason}).") from None
+    if not key:
+        raise SettingError(f"{PREFIX}HASH_KEY names the file {value[1:]}, which is empty; write the key into it.")
+    return key
+
+
 def _may_hold_secret(name: str, value: str) -> bool:
     """Return whether an error must not repeat the value: any value of some settings, of others what has the form of an address or a DSN."""
     return name in _SECRET or "://" in value or "=" in value
+
+
+def _as_variable(value: Any) -> str:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, TableOptions):
+        return value.to_json()
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
@@ -86,7 +141,7 @@ class Settings(BaseModel):
     publication: Annotated[str, Field(description="the publication's name, at most 63 bytes")] = "pgwal"
     tables: Annotated[str, Field(description="comma-separated schema.table globs such as shop.*,public.orders")] = "*.*"
     lag_threshold: Annotated[Size, Field(ge=0, description="a size such as 16MB")] = 16 << 20
-    max_staleness: Annotated[Duration, Field(ge=0, description="a duration such as 60s")] = 60.0
+    max_staleness: Annotated[Duration, Field(ge=0, description="a duration such as 10s")] = 10.0
     busy_timeout: Annotated[Duration, Field(ge=0, description="a duration such as 60s")] = 60.0
     blocked_timeout: Annotated[Duration, Field(ge=0, description="a duration such as 10min")] = 600.0
     catchup_threshold: Annotated[Size, Field(ge=0, description="a size such as 1GB")] = 1 << 30
@@ -116,6 +171,15 @@ class Settings(BaseModel):
             pattern=r"\A[A-Za-z0-9_-]+\.([A-Za-z0-9_-]|\{schema\})+$",
             description="a catalog and a schema pattern, of letters, digits, - and _, such as spark_catalog.lake_{schema}",
         ),
+    ] = None
+
+    table_options: Annotated[
+        InstanceOf[TableOptions],
+        BeforeValidator(_table_options),
+        Field(description="a YAML or JSON file, or JSON itself, that gives table globs their options"),
+    ] = Field(default_factory=TableOptions)
+    hash_key: Annotated[
+        SecretStr | None, BeforeValidator(_hash_key), Field(description="the key of hashed columns, or @/path of a file that holds it")
     ] = None
 
     @field_validator("publication")
@@ -164,6 +228,15 @@ class Settings(BaseModel):
         )
 
     @property
+    def protection(self) -> Protection:
+        """How columns are protected, by the options of tables. Raises SettingError if columns are to be hashed and there is no key."""
+        if self.hash_key is None and self.table_options.hashes:
+            raise SettingError(
+                f"{PREFIX}HASH_KEY is not set, but {PREFIX}TABLE_OPTIONS has columns to hash; set it to the key, or to @/path of its file."
+            )
+        return Protection(self.table_options, b"" if self.hash_key is None else self.hash_key.get_secret_value().encode())
+
+    @property
     def largest_row(self) -> int:
         """Bytes that one row may have: 64 MB, or a quarter of the memory budget where that is more. A merge takes many times as much."""
         return max(ROW_BYTES, self.memory_budget // 4)
@@ -175,13 +248,10 @@ class Settings(BaseModel):
 
     def to_environment(self) -> dict[str, str]:
         """Return the `PGWAL_*` variables from which `from_environment` makes the same settings in another process, the DSN included."""
-        values = self.model_dump(exclude_none=True) | (
-            {} if self.source_dsn is None else {"source_dsn": self.source_dsn.get_secret_value()}
-        )
         return {
-            PREFIX + name.upper(): json.dumps(value) if isinstance(value, dict) else str(value)
-            for name, value in values.items()
-            if value != {}
+            PREFIX + name.upper(): _as_variable(value)
+            for name in type(self).model_fields
+            if (value := getattr(self, name)) is not None and value != {} and value != TableOptions()
         }
 
     @classmethod
@@ -197,7 +267,9 @@ class Settings(BaseModel):
             except UnicodeEncodeError:
                 raise SettingError(f"{PREFIX}{name.upper()} holds bytes that are not UTF-8; write it in UTF-8.") from None
         try:
-            return cls(**(values | overrides))
+            made = cls(**(values | overrides))
+            assert made.protection is not None  # made at once, so that a missing key is found before anything is read
+            return made
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0])

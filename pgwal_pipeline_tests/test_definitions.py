@@ -32,8 +32,8 @@ def test_the_location_loads_with_no_source_and_no_state() -> None:
         "sync",
         "verify",
     ]
-    assert sorted(sensor.name for sensor in repository.sensor_defs) == ["new_tables", "wal_lag"]
-    assert sorted(schedule.name for schedule in repository.schedule_defs) == ["hourly_sync", "nightly_maintenance"]
+    assert sorted(sensor.name for sensor in repository.sensor_defs) == ["maintenance_need", "new_tables", "wal_lag"]
+    assert sorted(schedule.name for schedule in repository.schedule_defs) == ["hourly_sync"]
     assert [key.to_user_string() for key in repository.asset_graph.get_all_asset_keys()] == ["slot/pgwal"]
     assert sorted(definitions.resources or {}) == ["lake", "slot", "spark"]
 
@@ -55,7 +55,7 @@ def test_the_location_has_one_name() -> None:
 def test_runs_of_one_slot_queue_up() -> None:
     for path in (ROOT / "dagster.yaml", ROOT / "deploy" / "dagster.yaml"):
         limits = yaml.safe_load(path.read_text())["concurrency"]["runs"]["tag_concurrency_limits"]
-        assert {limit["key"]: limit["limit"] for limit in limits} == {"pgwal/slot": 1, "pgwal/snapshot": 1}
+        assert {limit["key"]: limit["limit"] for limit in limits} == {"pgwal/slot": 1, "pgwal/snapshot": 1, "pgwal/maintenance": 1}
 
 
 def test_dagster_finds_it_valid(tmp_path: Path) -> None:

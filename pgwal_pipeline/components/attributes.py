@@ -23,7 +23,7 @@ MEANINGS = {
     "lake": "The lake",
     "slot": "The replication slot",
     "publication": "The publication: used as it is when it exists and is not ours, else made and kept in step with `tables`",
-    "tables": "The tables of our publication",
+    "tables": "The tables of our publication; or a mapping from table globs to options, as `table_options` takes it",
     "lag_threshold": "The sensor asks for a run past this lag",
     "max_staleness": "The sensor asks for a run when a commit may have been unread for longer than this",
     "busy_timeout": "How long a second drain waits for the slot before it gives up",
@@ -45,6 +45,8 @@ MEANINGS = {
     "spark_idle": "How long the warm engine of a local master outlives its last use",
     "spark_conf": "More Spark settings",
     "spark_catalog": "Each current table is registered there after a publish",
+    "table_options": "What must not arrive of single tables",
+    "hash_key": "The key of hashed columns. Take it from the environment, as in '{{ env.HASH_KEY }}': the file is no place for it",
 }
 """What each setting means, as the schema says it."""
 
@@ -70,8 +72,10 @@ def given_settings(attributes: Mapping[str, Any]) -> SourceSettings:
     and what stands beside it can.
     """
     given, unset = {}, ()
-    for name, attribute in attributes.items():
+    for attribute_name, attribute in attributes.items():
         value = _plain(attribute)
+        # A mapping says what is wanted of tables, and not only which of them.
+        name = "table_options" if attribute_name == "tables" and isinstance(value, Mapping) else attribute_name
         if isinstance(value, Unset) and name == "source_dsn":
             unset = value.variables or (name,)
         elif isinstance(value, Unset):
@@ -110,7 +114,7 @@ def _attribute(name: str, setting: FieldInfo) -> tuple[str, Any, Any]:
     left_out = f"Left out, it is {PREFIX}{name.upper()} of the environment{'' if default is None else f', else {default}'}."
     resolver = dg.Resolver(
         _resolve,
-        model_field_type=_yaml_type(setting),
+        model_field_type=str | dict[str, Any] if name == "tables" else _yaml_type(setting),
         description=f"{MEANINGS.get(name, name)}: {setting.description}. {left_out}",
         json_schema_extra=schema,
         inject_before_resolve=False,

@@ -31,6 +31,7 @@ from pgwal_pipeline.components.resources import LakeSpark, ReplicationSlot, reso
 from pgwal_pipeline.components.scaffolder import CdcScaffolder
 from pgwal_pipeline.components.sensors import build_lag_sensor, build_new_table_sensor, build_schedules
 from pgwal_pipeline.components.source import CdcSource
+from pgwal_pipeline.components.upkeep import build_maintenance_sensor
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import PgwalError, SettingError
@@ -140,7 +141,7 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
         prefix = tuple(self.key_prefix) if self.key_prefix is not None else (self.name,) if self.name else ()
         catalog = None if settings.spark_catalog is None else CatalogPattern.parse(settings.spark_catalog)
         names, owners = AssetNames(settings.slot, prefix), tuple(self.owners)
-        specs = AssetSpecs(names, Lake(settings.lake), owners, _slot_fails_after(settings), catalog)
+        specs = AssetSpecs(names, Lake(settings.lake), owners, _slot_fails_after(settings), catalog, settings.table_options)
         if self._translates:
             specs = translated(specs, _OfComponent(self), tables)
         return CdcSource(self.name, settings, specs, tables)
@@ -160,7 +161,8 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
 
     def _definitions(self, tables: tuple[KnownTable, ...]) -> dg.Definitions:
         source = self._source(tables)
-        refuse_shared_keys(source.assets, tables)
+        if self._translates:
+            refuse_shared_keys(source.assets, tables)
         steps = Steps.of(source)
         jobs, graph = build_jobs(source, steps), steps.in_graph()
         return dg.Definitions(
@@ -171,7 +173,7 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
             ],
             asset_checks=[build_health_check(source), *(step for step in graph if isinstance(step, dg.AssetChecksDefinition))],
             jobs=jobs.all(),
-            sensors=[build_lag_sensor(source, jobs), build_new_table_sensor(source, jobs)],
+            sensors=[build_lag_sensor(source, jobs), build_new_table_sensor(source, jobs), build_maintenance_sensor(source, jobs)],
             schedules=build_schedules(source, jobs),
             resources=self._resources(source),
         )

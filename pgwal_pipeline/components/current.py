@@ -36,10 +36,12 @@ def build_publish(source: CdcSource) -> Step:
     """
 
     def work(context: StepContext, tables: tuple[TableName, ...] | None) -> Iterator[Result]:
+        from pgwal_pipeline.lake.delta import side_by_side
+
         last = _last_recorded(context, source)
         report = _publish(context, source, tables)
         changed = _changed(context, source, report, last)
-        results = [_result(source, report, table, version, whole=tables is None) for table, version in changed.items()]
+        results = side_by_side(lambda one: _result(source, report, *one, whole=tables is None), list(changed.items()))
         if tables is None and not last.seen:
             first_readings(context, source)
         announce(context, [source.names.current(table) for table in changed])
@@ -158,13 +160,16 @@ def _changed(context: StepContext, source: CdcSource, report: PublishReport, las
 
     Dagster is asked only about those that do not stand where the publish before left them.
     """
+    from pgwal_pipeline.lake.delta import side_by_side
+
     moved = {
         source.names.current(table): table
         for table, publish in sorted(report.tables.items())
         if publish.version is not None and not publish.errors and last.tables.get(table) != TablePointer(publish.path, publish.version)
     }
     recorded = _recorded_versions(context, moved)
-    found = {key: _data_version(report.tables[table]) for key, table in moved.items()}
+    versions = side_by_side(_data_version, [report.tables[table] for table in moved.values()])
+    found = dict(zip(moved, versions, strict=True))
     return {table: found[key] for key, table in moved.items() if recorded.get(key) != found[key]}
 
 

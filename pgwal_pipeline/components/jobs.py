@@ -73,7 +73,7 @@ def build_jobs(source: CdcSource, steps: Steps) -> Jobs:
         publish=job("publish", _PUBLISH, slot, publish),
         snapshot=job("snapshot", _SNAPSHOT, source.snapshot_tags, steps.snapshots.op()),
         verify=job("verify", _VERIFY, slot, steps.verify.op(), build_health_op(source)),
-        maintenance=job("maintenance", _MAINTENANCE, slot, build_maintenance(source)),
+        maintenance=job("maintenance", _MAINTENANCE, source.maintenance_tags, build_maintenance(source)),
     )
 
 

@@ -98,6 +98,17 @@ def what_is_due(reading: LagReading, unread_seconds: float | None, settings: Set
     return Due(None, f"{lag}, below the threshold. No commit is unread for more than {unread_seconds:.0f} s.")
 
 
+def worth_a_look(readings: Sequence[SourceReading], reading: LagReading) -> str | None:
+    """Return the snapshot from before the backlog if the server can look through that for changes at little cost; else None.
+
+    Transactions of other databases and of autovacuum look like commits that are unread.
+    """
+    confirmed = reading.confirmed_flush_lsn
+    if confirmed is None or not readings or readings[0].insert_lsn > confirmed or reading.lag_bytes >= IDLE_BYTES:
+        return None
+    return readings[0].snapshot
+
+
 def window_to_drain(reading: LagReading, last_key: str | None = None) -> str | None:
     """Return the key of the window to request, None if there is nothing to read.
 

@@ -36,6 +36,12 @@ class ReplicationSlot:
 
         return lag(self.settings)
 
+    def has_changes(self, since: str) -> bool:
+        """Return whether the slot's short backlog may have a change of a followed table; `since` is a snapshot from before it."""
+        from pgwal_pipeline.pipeline.status import has_changes
+
+        return has_changes(self.settings, since)
+
     def flushed(self) -> int:
         """Return the LSN that a drain started now should reach: the source's flush LSN, on a standby its replay LSN."""
         from pgwal_pipeline.pipeline.drain import next_target

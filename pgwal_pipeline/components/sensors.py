@@ -2,8 +2,9 @@
 
 import json
 import time
+import time as clock
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import dagster as dg
 
@@ -18,6 +19,7 @@ from pgwal_pipeline.components.requests import (
     reading_of_last_drain,
     what_is_due,
     window_to_drain,
+    worth_a_look,
 )
 from pgwal_pipeline.components.source import SLOT_TAG, SNAPSHOT_TAG, CdcSource
 from pgwal_pipeline.pipeline.reports import LagReading
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from pgwal_pipeline.components.resources import ReplicationSlot
 
 _NAMES_SHOWN = 10
+_WATCHED = 4.5  # seconds that a tick looks again; the next one begins five seconds after it began
+_POLLED = 0.5  # seconds between two looks whether a run has ended
 _REPORT_SECONDS = 300.0  # between two reports of an unchanged verdict
 
 
@@ -75,52 +79,113 @@ def build_lag_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefinition:
         required_resource_keys={source.slot_key},
     )
     def wal_lag(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        return evaluate_lag(context, source, jobs, getattr(context.resources, source.slot_key))
+        return watch_lag(context, source, jobs, getattr(context.resources, source.slot_key), _WATCHED)
 
     return wal_lag
 
 
-def evaluate_lag(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> dg.SensorResult:
+class Tick(Protocol):
+    """What a tick has: Dagster's instance, and the cursor of the tick before it."""
+
+    @property
+    def instance(self) -> dg.DagsterInstance:
+        """Dagster's instance."""
+        ...
+
+    @property
+    def cursor(self) -> str | None:
+        """The cursor, None at first."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Again:
+    """A look within a tick that is not its first one."""
+
+    instance: dg.DagsterInstance
+    cursor: str | None
+
+
+def watch_lag(tick: Tick, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot", seconds: float) -> dg.SensorResult:
+    """Do as `evaluate_lag` does, and look again within the tick, for `seconds`, when a run ends or a commit gets too old meanwhile.
+
+    Dagster's ticks are five seconds apart, which is half of what a change takes to `current`. Where nothing is unread the tick ends at
+    once, as it does during the pause after failures.
+    """
+    until = clock.monotonic() + seconds
+    events: list[Any] = []
+    while True:
+        result, wait = _look(tick, source, jobs, slot)
+        events += result.asset_events
+        if wait is None or clock.monotonic() + wait > until:
+            return result._replace(asset_events=events)
+        if wait:
+            clock.sleep(wait)
+        else:
+            while clock.monotonic() < until and busy(tick.instance, SLOT_TAG, source.tag) is not None:
+                clock.sleep(_POLLED)
+        if clock.monotonic() >= until:
+            return result._replace(asset_events=events)
+        tick = _Again(tick.instance, result.cursor)
+
+
+def evaluate_lag(tick: Tick, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> dg.SensorResult:
     """Request a sync when the lag or its age reaches its limit, or a publish when only that is due; report the slot's health.
 
     Nothing is requested while a run works on the slot, or during the pause after failures; the skip reason says which. Errors that prevent
     a reading (the source is away, the DSN cannot be read) are raised: the tick fails, so that an alert can watch for it.
     """
-    cursor = LagCursor.parse(context.cursor)
+    return _look(tick, source, jobs, slot)[0]
+
+
+def _look(tick: Tick, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> tuple[dg.SensorResult, float | None]:
+    """Return what `evaluate_lag` does, and in how many seconds a run may be due: 0 when a run that is at work ends, None if not soon."""
+    cursor = LagCursor.parse(tick.cursor)
     # At every tick, even if nothing is due: runs requested by others wait in the queue for dead ones.
-    end_dead_runs(context.instance, [(SLOT_TAG, source.tag), (SNAPSHOT_TAG, source.tag)])
+    end_dead_runs(tick.instance, [(SLOT_TAG, source.tag), (SNAPSHOT_TAG, source.tag)])
     settings = slot.settings
     reading = slot.lag()
     now = time.time()
-    readings, unread = add_reading(cursor.readings or _first_reading(context.instance, source), reading, now)
+    readings, unread = add_reading(cursor.readings or _first_reading(tick.instance, source), reading, now)
     due = what_is_due(reading, unread, settings)
+    at_work = busy(tick.instance, SLOT_TAG, source.tag) if due.job is not None else None
+    if due.job == "sync" and at_work is None and (since := worth_a_look(readings, reading)) is not None and not slot.has_changes(since):
+        unread = None
+        due = what_is_due(reading, unread, settings)
     cursor = replace(cursor, due_since=min(cursor.due_since or now, now) if reading.publish_due else None)
     # Late: a commit has been unread or unpublished for so much longer than PGWAL_MAX_STALENESS that runs do not keep up with the source.
     waited = max(unread or 0.0, now - (cursor.due_since or now))
     late = not reading.slot_exists or waited > 2 * settings.max_staleness + 60.0
     events, cursor = _report_slot(source, reading, replace(cursor, readings=readings), now, late=late)
-    held = _held_up(context.instance, source, jobs) if due.job is not None else None
-    if due.job is None or held is not None:
-        return dg.SensorResult(skip_reason=f"{due.reason} {held or ''}".strip(), cursor=cursor.dump(), asset_events=events)
+
+    def nothing(reason: str, wait: float | None) -> tuple[dg.SensorResult, float | None]:
+        return dg.SensorResult(skip_reason=reason, cursor=cursor.dump(), asset_events=events), wait
+
+    if due.job is None:
+        return nothing(due.reason, None if unread is None else max(_POLLED, settings.max_staleness - unread))
+    if at_work is not None:
+        return nothing(f"{due.reason} {at_work}", 0.0)
+    if (held := _pausing(tick.instance, source, jobs)) is not None:
+        return nothing(f"{due.reason} {held}", None)
     cursor = replace(cursor, attempt=cursor.attempt + 1)
     if due.job == "publish":
         # The LSN keeps the run key unique even after the cursor, and with it the count, was reset.
         request = dg.RunRequest(job_name=jobs.publish.name, run_key=f"publish {window_key(reading.flush_lsn)}#{cursor.attempt}")
-        return dg.SensorResult(run_requests=[request], cursor=cursor.dump(), asset_events=events)
+        return dg.SensorResult(run_requests=[request], cursor=cursor.dump(), asset_events=events), None
     key = window_to_drain(reading, cursor.key)
     if key is None:
-        return dg.SensorResult(skip_reason=f"{due.reason} None of it is flushed yet.", cursor=cursor.dump(), asset_events=events)
-    return dg.SensorResult(
+        return nothing(f"{due.reason} None of it is flushed yet.", None)
+    result = dg.SensorResult(
         run_requests=[dg.RunRequest(job_name=jobs.sync.name, partition_key=key, run_key=f"{key}#{cursor.attempt}")],
         dynamic_partitions_requests=[source.windows.build_add_request([key])],
         cursor=replace(cursor, key=key).dump(),
         asset_events=events,
     )
+    return result, None
 
 
-def _held_up(instance: dg.DagsterInstance, source: CdcSource, jobs: Jobs) -> str | None:
-    watched = {jobs.sync.name, jobs.drain.name, jobs.publish.name}
-    return busy(instance, SLOT_TAG, source.tag) or pausing(instance, SLOT_TAG, source.tag, watched)
+def _pausing(instance: dg.DagsterInstance, source: CdcSource, jobs: Jobs) -> str | None:
+    return pausing(instance, SLOT_TAG, source.tag, {jobs.sync.name, jobs.drain.name, jobs.publish.name})
 
 
 def _first_reading(instance: dg.DagsterInstance, source: CdcSource) -> tuple[SourceReading, ...]:
@@ -194,7 +259,7 @@ def _attempt(cursor: str | None) -> int:
 
 
 def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition]:
-    """Build the schedules: a sync every hour, in case the lag sensor is off, and maintenance every night."""
+    """Build the schedules: a sync every hour, in case the lag sensor is off."""
 
     @dg.schedule(
         name=source.named("hourly_sync"),
@@ -207,17 +272,7 @@ def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition
     def hourly_sync(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
         return evaluate_hourly_sync(context.instance, source, getattr(context.resources, source.slot_key))
 
-    @dg.schedule(
-        name=source.named("nightly_maintenance"),
-        description="Compacts, vacuums and prunes the lake at night.",
-        job=jobs.maintenance,
-        cron_schedule="17 3 * * *",
-        default_status=dg.DefaultScheduleStatus.RUNNING,
-    )
-    def nightly_maintenance(_: dg.ScheduleEvaluationContext) -> dg.RunRequest:
-        return dg.RunRequest()
-
-    return [hourly_sync, nightly_maintenance]
+    return [hourly_sync]
 
 
 def evaluate_hourly_sync(instance: dg.DagsterInstance, source: CdcSource, slot: "ReplicationSlot") -> dg.RunRequest | dg.SkipReason:

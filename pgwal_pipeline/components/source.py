@@ -30,6 +30,10 @@ SNAPSHOT_TAG = "pgwal/snapshot"
 """The tag of runs that read tables whole. One run at a time for each value, alongside those of the slot."""
 
 
+MAINTENANCE_TAG = "pgwal/maintenance"
+"""The tag of runs that maintain the lake. One run at a time for each value, alongside those of the slot and of snapshots."""
+
+
 @dataclass(frozen=True)
 class CdcSource:
     """One source in one code location. `name` is the prefix of its jobs and ops; empty for the only source."""
@@ -92,6 +96,11 @@ class CdcSource:
     def snapshot_tags(self) -> dict[str, str]:
         """The tags of the job that reads tables whole."""
         return {SNAPSHOT_TAG: self.tag}
+
+    @property
+    def maintenance_tags(self) -> dict[str, str]:
+        """The tags of the job that maintains the lake."""
+        return {MAINTENANCE_TAG: self.tag}
 
 
 def op_safe(specs: Sequence[dg.AssetSpec]) -> tuple[list[dg.AssetSpec], dict[dg.AssetKey, dg.AssetKey]]:

@@ -13,6 +13,7 @@ from pgwal_pipeline.decode.ragged import UnreadableError
 from pgwal_pipeline.decode.relations import Describe, KnownRelations, Layout
 from pgwal_pipeline.decode.route import LOGICAL, MARKS, ORIGIN, RELATION, TYPE, OpenTransaction, Route, route
 from pgwal_pipeline.messages.errors import DecodeError, TableWorkFailed, row_too_large
+from pgwal_pipeline.values.protection import NO_PROTECTION, Protection
 from pgwal_pipeline.values.relation import Relation
 from pgwal_pipeline.values.xid import TransactionMark
 
@@ -61,18 +62,21 @@ class Checkpoint:
 class Decoder:
     """Decodes the messages of one replication connection for one window: transactions with `start_lsn <= commit LSN < end_lsn`.
 
-    `describe` turns a Relation message into the table's definition, whose columns are the message's in the same order. If it returns None,
-    the table's changes are left out (they still count for ordinals). Messages are the payloads of replication messages, in the order of the
-    connection; how they are cut into batches does not affect the rows. A call of `feed` that raised has changed nothing: the batch may be
-    fed again, after `leave_out` if the error is about one table.
+    `describe` turns a Relation message into the table's definition, whose columns are the message's in the same order, without those that
+    `protection` leaves out. If it returns None, the table's changes are left out (they still count for ordinals). Messages are the payloads
+    of replication messages, in the order of the connection; how they are cut into batches does not affect the rows. A call of `feed` that
+    raised has changed nothing: the batch may be fed again, after `leave_out` if the error is about one table. An error shows no value of a
+    table with protected columns.
     """
 
-    def __init__(self, describe: Describe, start_lsn: int, end_lsn: int, *, largest_row: int = 0) -> None:
+    def __init__(
+        self, describe: Describe, start_lsn: int, end_lsn: int, *, largest_row: int = 0, protection: Protection = NO_PROTECTION
+    ) -> None:
         """`largest_row` is the limit in bytes that the error for a message in `heads` names; see `feed`."""
         self._largest_row = largest_row
         self._start_lsn = start_lsn
         self._end_lsn = end_lsn
-        self._known = KnownRelations(describe)
+        self._known = KnownRelations(describe, protection)
         self._opened: OpenTransaction | None = None
         self._described: int | None = None
         self._last_commit_lsn = 0
@@ -138,6 +142,7 @@ class Decoder:
         return self._known.relation(oid)
 
     def _decode(self, frames: Frames) -> Decoded:
+        frames = replace(frames, guards=self._known.guards)
         routed = route(frames, self._opened, self._last_commit_lsn, self._start_lsn, self._end_lsn)
         relations = self._learn(routed)
         changes = self._changes(routed)

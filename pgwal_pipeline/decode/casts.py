@@ -49,6 +49,8 @@ def cast_to(texts: pa.StringArray, target: Target) -> Cast:
     """Cast as `cast_text` does, to a type found before. Texts need not be UTF-8: in a string column others are misfits."""
     if texts.null_count == len(texts):
         return Cast(pa.nulls(len(texts), target.arrow))
+    if target.protect is not None:
+        return Cast(target.protect(texts))
     if target.binary is not None:
         return Cast(texts.view(target.arrow))
     if target.element is not None:

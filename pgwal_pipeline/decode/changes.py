@@ -95,7 +95,7 @@ def decode_changes(routed: Route, known: KnownRelations) -> tuple[TableChanges, 
     for layout in layouts:
         failpoints.at("decode", layout.relation.table)
     blocks = [
-        Block(layout.targets, layout.relation.column_names, rows.first[start:stop])
+        Block(layout.targets, layout.relation.column_names, layout.places, rows.first[start:stop])
         for layout, start, stop in zip(layouts, starts.tolist(), stops.tolist(), strict=True)
     ]
     try:

@@ -18,10 +18,11 @@ from pgwal_pipeline.decode.vectors import Ints, Mask
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of one table: the columns' targets and names, and each row's first field."""
+    """Rows of one table: the columns' targets and names, the places of their fields in a row, and each row's first field."""
 
     targets: Sequence[Target]
     names: Sequence[str]
+    places: Sequence[int]
     first: Ints
 
 
@@ -70,7 +71,7 @@ def decode_columns(fields: Fields, blocks: Sequence[Block]) -> list[Columns]:
     misfits, unchanged = [_Marks() for _ in blocks], [_Marks() for _ in blocks]
     some_unchanged = bool((fields.kinds == UNCHANGED).any())
     for target, group in cells.items():
-        wanted = fields.resolve(_concatenate([blocks[number].first + column for number, column in group]))
+        wanted = fields.resolve(_concatenate([blocks[number].first + blocks[number].places[column] for number, column in group]))
         kinds = fields.kinds[wanted]
         try:
             cast, texts_of = _read(fields, wanted, kinds != SENT, target)

@@ -13,7 +13,7 @@ from pgwal_pipeline.decode.columns import Block, CellError, decode_columns
 from pgwal_pipeline.decode.frames import Frames, lay
 from pgwal_pipeline.decode.ragged import UnreadableError
 from pgwal_pipeline.decode.tuples import NULL, SENT, Fields
-from pgwal_pipeline.decode.types import TEXT_TYPE, binary_target_of, copy_schema, target_of
+from pgwal_pipeline.decode.types import TEXT_TYPE, binary_target_of, copy_schema, target_for
 from pgwal_pipeline.decode.vectors import Ints
 from pgwal_pipeline.messages.errors import DecodeError
 from pgwal_pipeline.values.relation import Relation
@@ -23,19 +23,22 @@ _HEADER = len(_SIGNATURE) + 8  # 4 bytes of flags, and 4 with the length of the 
 _TRAILER = b"\xff\xff"
 
 
-def decode_copy(octets: bytearray, lengths: Sequence[int], relation: Relation, binary: Collection[int] = ()) -> pa.Table:
+def decode_copy(octets: bytearray, lengths: Sequence[int], relation: Relation, binary: Collection[int] = (), key: bytes = b"") -> pa.Table:
     """Decode the messages of a COPY of a table into the schema `copy_schema(relation)`.
 
     `octets` are messages of the given `lengths` end to end; the result refers to their memory. Each message is one row, as the protocol
     says of the server's CopyData. The header comes before the first row, in its message or in one of its own, and the trailer after the
-    last row. Fields are text, except those of types whose OIDs are in `binary`, a subset of `binary.TYPES`. Raises DecodeError naming the
-    table, the row, and the column if there is one.
+    last row. Fields are text, except those of types whose OIDs are in `binary`, a subset of `binary.TYPES`; a protected column is text in
+    any case, and `key` is the key of its hashes. Raises DecodeError naming the table, the row, and the column if there is one.
     """
     schema = copy_schema(relation)
-    targets = [(binary_target_of if column.type.oid in binary else target_of)(column.type) for column in relation.columns]
+    targets = [
+        binary_target_of(column.type) if column.type.oid in binary and column.protection is None else target_for(column, key)
+        for column in relation.columns
+    ]
     try:
         fields, first = _read(lay(octets, lengths), len(targets))
-        (columns,) = decode_columns(fields, [Block(targets, relation.column_names, first)])
+        (columns,) = decode_columns(fields, [Block(targets, relation.column_names, range(len(targets)), first)])
     except UnreadableError as error:
         raise _error(relation, error.index, error.reason) from None
     except CellError as error:

@@ -5,7 +5,7 @@ can be read wherever a string should have it. Comparing positions with `ends` ca
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,7 +31,8 @@ class Frames:
     """Byte strings end to end in one buffer: the i-th is `octets[starts[i]:ends[i]]`.
 
     `words[p]` is the 8 bytes from p on, in the machine's byte order. `positions` are the strings' WAL positions, if they have any. `heads`
-    has the index of each string that was cut down to its head, with the length in bytes of the whole string.
+    has the index of each string that was cut down to its head, with the length in bytes of the whole string. `guards` says of a table's oid
+    whether errors must not show the values of its rows.
     """
 
     buffer: pa.Buffer
@@ -41,6 +42,7 @@ class Frames:
     ends: Ints
     positions: Sequence[int] = ()
     heads: Mapping[int, int] = field(default_factory=dict)
+    guards: Callable[[int], bool] | None = None
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -71,11 +73,14 @@ class Frames:
     def message_error(self, index: int, reason: str, table: object = None) -> DecodeError:
         """Return the error for the replication message at `index`, with its WAL position and its first bytes."""
         payload = self.bytes_of(index)
+        size = len(payload)
+        if self.guards is not None and payload[:1] in (b"I", b"U", b"D") and self.guards(int.from_bytes(payload[1:5])):
+            payload = payload[:HEAD]
         lsn = self._lsn(index)
         kind = chr(payload[0]) if payload and 32 < payload[0] < 127 else "unknown"
         of_table = "" if table is None else f" of {table}"
         return DecodeError(
-            f"The {kind} message{of_table} at WAL position {format_lsn(lsn)} cannot be decoded: {reason} (it has {len(payload)} bytes and "
+            f"The {kind} message{of_table} at WAL position {format_lsn(lsn)} cannot be decoded: {reason} (it has {size} bytes and "
             f"starts with {payload[:_SHOWN].hex(' ') or 'nothing'}).",
             lsn=lsn,
             payload=payload,

@@ -9,39 +9,56 @@ import pyarrow as pa
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.decode.ragged import UnreadableError
-from pgwal_pipeline.decode.types import Target, change_schema, target_of
+from pgwal_pipeline.decode.types import Target, change_schema, target_for
 from pgwal_pipeline.decode.vectors import Ints
 from pgwal_pipeline.messages.errors import TableWorkFailed
+from pgwal_pipeline.values.protection import Protection
 from pgwal_pipeline.values.relation import Relation, TableName
+from pgwal_pipeline.values.table_options import EXCLUDED
 
 Describe = Callable[[RelationMessage], Relation | None]
-"""Returns the definition of the table that a Relation message describes; None for a table whose changes are not wanted."""
+"""Returns the definition of the table that a Relation message describes; None for a table whose changes are not wanted.
+
+The definition has the columns of the message but for those that the protection leaves out.
+"""
 
 _INDEX_BITS = 31  # of a message's index; with the 32 bits of an oid it makes one positive 64-bit number
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What is needed to decode a table's rows. `key` are the indices of its key columns; `schema` is the schema of its changes."""
+    """What is needed to decode a table's rows.
+
+    A row has `width` columns, of which those at `places` are wanted; `key` are the places of its key columns. `schema` is the schema of its
+    changes.
+    """
 
     relation: Relation
     targets: tuple[Target, ...]
+    places: tuple[int, ...]
+    width: int
     key: tuple[int, ...]
     schema: pa.Schema
 
     @classmethod
-    def of(cls, relation: Relation) -> "Layout":
-        """Return the layout of a table's changes."""
+    def of(cls, relation: Relation, places: tuple[int, ...], width: int, key: bytes) -> "Layout":
+        """Return the layout of a table's changes, whose columns are at `places` of a row; `key` is the key of hashes."""
         names = relation.column_names
-        targets = tuple(target_of(column.type) for column in relation.columns)
-        return cls(relation, targets, tuple(names.index(name) for name in relation.key), change_schema(relation))
+        targets = tuple(target_for(column, key) for column in relation.columns)
+        return cls(relation, targets, places, width, tuple(places[names.index(name)] for name in relation.key), change_schema(relation))
+
+    @property
+    def protects(self) -> bool:
+        """Whether a value of the stream's rows must not be shown or kept as it is."""
+        return self.width > len(self.places) or self.relation.is_protected
 
 
 class KnownRelations:
     """The tables that the stream has described, in versions. A version is one definition of one table, in force from some message on."""
 
-    def __init__(self, describe: Describe) -> None:
+    def __init__(self, describe: Describe, protection: Protection) -> None:
         self._describe = describe
+        self._protection = protection
         self._latest: dict[int, Layout | None] = {}
         self._layouts: list[Layout | None] = []
         self._since = np.empty(0, np.int64)  # for each version its oid and the message from which it is in force, as one number
@@ -69,6 +86,11 @@ class KnownRelations:
         layout = self._latest.get(oid)
         return None if layout is None else layout.relation
 
+    def guards(self, oid: int) -> bool:
+        """Return whether a table's messages must not be shown or kept, as a column of it is protected, or may be."""
+        layout = self._latest.get(oid)
+        return self._protection.options.protects if layout is None else layout.protects
+
     def learn(self, messages: dict[int, RelationMessage]) -> dict[int, Relation]:
         """Add the Relation messages of a batch, by their index in it; return the new or changed definitions by the same index.
 
@@ -81,12 +103,13 @@ class KnownRelations:
         changed = {}
         for index, message in messages.items():
             relation = self._described(message)
-            if relation is not None and len(relation.columns) != len(message.columns):
+            places = self._places(message)
+            if relation is not None and len(relation.columns) != len(places):
                 raise UnreadableError(index, f"it has {len(message.columns)} columns, the table's definition {len(relation.columns)}")
             known = self._latest.get(message.oid)
-            if message.oid in self._latest and relation == (known and known.relation):
+            if message.oid in self._latest and _same(relation, places, known):
                 continue
-            layout = None if relation is None else self._layout_of(relation)
+            layout = None if relation is None else self._layout_of(relation, places, len(message.columns))
             self._latest[message.oid] = versions[message.oid << _INDEX_BITS | index] = layout
             if relation is not None:
                 changed[index] = relation
@@ -94,7 +117,7 @@ class KnownRelations:
         self._layouts = [versions[since] for since in ordered]
         self._since = np.array(ordered, np.int64)
         self._settled = not messages
-        self._widths = np.array([-1 if layout is None else len(layout.targets) for layout in self._layouts], np.int64)
+        self._widths = np.array([-1 if layout is None else layout.width for layout in self._layouts], np.int64)
         return changed
 
     def _described(self, message: RelationMessage) -> Relation | None:
@@ -107,10 +130,16 @@ class KnownRelations:
         except Exception as error:
             raise TableWorkFailed(message.oid, name, "describe") from error
 
-    @staticmethod
-    def _layout_of(relation: Relation) -> Layout:
+    def _places(self, message: RelationMessage) -> tuple[int, ...]:
+        """Return the places of the columns that are wanted of a row."""
+        options = self._protection.options.of(TableName(message.schema or "pg_catalog", message.name))
+        if not options.exclude:
+            return tuple(range(len(message.columns)))
+        return tuple(place for place, column in enumerate(message.columns) if options.treatment(column.name) != EXCLUDED)
+
+    def _layout_of(self, relation: Relation, places: tuple[int, ...], width: int) -> Layout:
         try:
-            return Layout.of(relation)
+            return Layout.of(relation, places, width, self._protection.key)
         except Exception as error:
             raise TableWorkFailed(relation.oid, str(relation.table), "describe") from error
 
@@ -131,5 +160,12 @@ class KnownRelations:
 
     @property
     def widths(self) -> Ints:
-        """The number of columns of each version; -1 if the table's changes are not wanted."""
+        """The number of columns that a row of each version is sent with; -1 if the table's changes are not wanted."""
         return self._widths
+
+
+def _same(relation: Relation | None, places: tuple[int, ...], known: Layout | None) -> bool:
+    """Return whether a table is described as it is known."""
+    if relation is None or known is None:
+        return relation is None and known is None
+    return relation == known.relation and places == known.places

@@ -5,8 +5,9 @@ from functools import lru_cache
 
 import pyarrow as pa
 
+from pgwal_pipeline.decode.protect import Protect, protect_with
 from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, XID
-from pgwal_pipeline.values.relation import PgType, Relation
+from pgwal_pipeline.values.relation import Column, PgType, Relation
 
 UNCHANGED_TYPE = pa.list_(pa.string())
 TEXT_TYPE = pa.map_(pa.string(), pa.string())
@@ -33,13 +34,15 @@ _PLAIN = {
 class Target:
     """How a type's values are read; types that are read alike share one. `element` and `delimiter` are those of an array's elements.
 
-    Values are text; if `binary` is a type's OID, they are in that type's binary form.
+    Values are text; if `binary` is a type's OID, they are in that type's binary form. `protect` is what becomes of the texts of a protected
+    column.
     """
 
     arrow: pa.DataType
     element: "Target | None" = None
     delimiter: str = ","
     binary: int | None = None
+    protect: Protect | None = None
 
 
 _shared_target = lru_cache(maxsize=None)(Target)
@@ -54,6 +57,16 @@ def target_of(declared: PgType) -> Target:
         return _shared_target(pa.list_(element.arrow), element, delimiter)
     arrow = _numeric(declared.typmod) if declared.oid == _NUMERIC else _PLAIN.get(declared.oid, pa.string())
     return _shared_target(arrow)
+
+
+@lru_cache(maxsize=256)
+def _protected(protection: str, key: bytes) -> Target:
+    return _shared_target(pa.string(), protect=protect_with(protection, key))
+
+
+def target_for(column: Column, key: bytes) -> Target:
+    """Return how the text of a column's values is read; `key` is the key of hashes."""
+    return target_of(column.type) if column.protection is None else _protected(column.protection, key)
 
 
 @lru_cache(maxsize=4096)
@@ -73,6 +86,11 @@ def _numeric(typmod: int) -> pa.DataType:
 def arrow_type(declared: PgType) -> pa.DataType:
     """Return the Arrow type of a column of this type: a typed one if Delta has it, else string, which holds Postgres's text."""
     return target_of(declared).arrow
+
+
+def column_type(column: Column) -> pa.DataType:
+    """Return the Arrow type in which a column arrives: a protected one is a string."""
+    return arrow_type(column.type) if column.protection is None else pa.string()
 
 
 def copy_schema(relation: Relation) -> pa.Schema:
@@ -103,4 +121,4 @@ def change_schema(relation: Relation) -> pa.Schema:
 
 
 def _source_fields(relation: Relation) -> list[pa.Field]:
-    return [pa.field(column.name, arrow_type(column.type)) for column in relation.columns]
+    return [pa.field(column.name, column_type(column)) for column in relation.columns]

@@ -148,9 +148,14 @@ def steps(rows: "DataFrame", has: StructType, shape: Shape, types: StructType, *
 
 def _typed(has: StructType, name: str, kind: DataType) -> str:
     """The column `name` of raw with the type `kind`. Values of another type are null: a snapshot of type `kind` includes their rows."""
-    names = names_in_raw(name, kind.jsonValue())
-    holder = next((held for held in names if held in has.names and same_types(has[held].dataType, kind)), None)
+    holder = holder_in_raw(has, name, kind)
     return f"{null_of(kind) if holder is None else quote(holder)} AS {quote(name)}"
+
+
+def holder_in_raw(has: StructType, name: str, kind: DataType) -> str | None:
+    """Return the column of raw, whose schema is `has`, with the values of the source's column `name` that have the type `kind`."""
+    names = names_in_raw(name, kind.jsonValue())
+    return next((held for held in names if held in has.names and same_types(has[held].dataType, kind)), None)
 
 
 def whole_rows(rows: "DataFrame", shape: Shape, *extra: str) -> "DataFrame":

@@ -206,6 +206,10 @@ class Ledger:
         rows = as_rows.chunk_rows(chunks, _now())
         self._chunks.append(lambda _: rows)
 
+    def forget_chunks(self, location: TableName) -> None:
+        """Drop all chunks of the table at that location."""
+        self._chunks.rewrite(lambda rows: rows.filter(pc.field("table") != str(location)))
+
     def publish(self) -> Publish | None:
         """Return the newest publish, None before the first."""
         newest = self._publishes.rows(NEWEST).sort_by("lsn")

@@ -121,7 +121,8 @@ class TableState:
     For a table in `error`: `stage` is the work that failed (`lake.faults.STAGES`), `gap_lsn` is where its changes begin to be missing from
     raw (None if raw has them all), `failures` is how often the work failed in a row, and `retry_at` is when it may be tried again
     automatically. `rereads` counts how often it was read again automatically for an error (PGWAL_ON_TABLE_ERROR). From LSN `raw_from` on
-    raw has all of the table's changes; 0 if it always had.
+    raw has all of the table's changes; 0 if it always had. `unclean` are the layers that may still have values from before the options of
+    tables protected them. `options` are the table's options in force, as JSON, None if it has none.
     """
 
     table: TableName
@@ -145,6 +146,8 @@ class TableState:
     retry_at: datetime | None = None
     rereads: int = 0
     raw_from: int = 0
+    unclean: tuple[str, ...] = ()
+    options: str | None = None
     at: datetime | None = None
 
     def __post_init__(self) -> None:
@@ -189,6 +192,10 @@ class TableState:
     def without_error(self) -> "TableState":
         """Return the table without any trace of an error. The caller has to set its state."""
         return replace(self, reason=None, stage=None, gap_lsn=None, failures=0, retry_at=None)
+
+    def cleaned(self, layer: str) -> "TableState":
+        """Return the table without `layer` among those that are unclean."""
+        return replace(self, unclean=tuple(other for other in self.unclean if other != layer))
 
     @property
     def is_read(self) -> bool:

@@ -22,12 +22,13 @@ from pyspark.sql.types import StructType
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake import statements
-from pgwal_pipeline.lake.delta import commit, lake_errors
+from pgwal_pipeline.lake.delta import commit, lake_errors, side_by_side
 from pgwal_pipeline.lake.files import Files, no_rows
 from pgwal_pipeline.lake.fold import GONE, Shape
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.parquet import ParquetFile, add_action, discard_file, new_file_name, plain_schema
-from pgwal_pipeline.lake.standing import FENCE, open_current
+from pgwal_pipeline.lake.properties import STATISTICS
+from pgwal_pipeline.lake.standing import FENCE
 from pgwal_pipeline.lake.standing import GENERATION as GENERATION_PROPERTY
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.spark.internals import to_arrow
@@ -58,6 +59,7 @@ _PROPERTIES = frozenset(
         "delta.logRetentionDuration",
         "delta.deletedFileRetentionDuration",
         "delta.feature.timestampNtz",
+        STATISTICS,
     }
 )
 _FEATURES = frozenset({"deletionVectors", "invariants", "appendOnly", "timestampNtz"})
@@ -84,15 +86,12 @@ class Small:
         return reader.parquet(*(f"{self.path}/{name}" for name in self.paths)).coalesce(1)
 
 
-def small(path: str, from_lsn: int, changes: Files) -> Small | None:
-    """Return the table at `path` if it can be written anew for `changes`; None if it is large, or has what only Spark's Delta handles.
+def small(path: str, table: DeltaTable, changes: Files) -> Small | None:
+    """Return `table`, at `path`, if it can be written anew for `changes`; None if it is large, or has what only Spark's Delta handles.
 
     That is deletion vectors in use, mapped columns, or properties that this pipeline does not set.
     """
     if changes.rows is None or changes.rows > _ROWS or changes.bytes > _BYTES or len(changes.paths) > _FILES:
-        return None
-    table = open_current(path)
-    if table is None or table.transaction_version(FENCE) != from_lsn:
         return None
     with lake_errors(path):
         about, protocol = table.metadata(), table.protocol()
@@ -116,14 +115,16 @@ def small(path: str, from_lsn: int, changes: Files) -> Small | None:
 def _plain_bytes(table: str, paths: Iterable[str]) -> float:
     """The size of the files at `paths` without compression; infinite if one cannot be read, which is for the MERGE to report."""
     root, folder = table.rsplit("/", 1)
-    store, total = filesystem(root), 0
+    store = filesystem(root)
+
+    def of(path: str) -> int:
+        about = pq.read_metadata(f"{folder}/{path}", filesystem=store)
+        return sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+
     try:
-        for path in paths:
-            about = pq.read_metadata(f"{folder}/{path}", filesystem=store)
-            total += sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+        return sum(side_by_side(of, list(paths)))
     except (OSError, pa.ArrowException):
         return math.inf
-    return total
 
 
 def _has_deletion_vectors(table: DeltaTable) -> bool:

@@ -106,6 +106,8 @@ TABLES = pa.schema(
         ("retry_at", _MOMENT),
         ("rereads", pa.int64()),
         ("raw_from", pa.int64()),
+        ("unclean", pa.list_(pa.string())),
+        ("options", pa.string()),
         ("at", _MOMENT),
     ]
 )
@@ -252,6 +254,7 @@ def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:
                 "key": list(state.key),
                 "dropped": list(state.dropped),
                 "earlier": list(state.earlier),
+                "unclean": list(state.unclean),
                 "kept_as": None if state.kept_as is None else str(state.kept_as),
                 "relation": None if state.relation is None else relation_to_json(state.relation),
                 "storage": None if state.storage is None else state.storage.to_json(),
@@ -274,6 +277,7 @@ def states(rows: pa.Table) -> list[TableState]:
                 key=tuple(row["key"] or ()),
                 dropped=tuple(row["dropped"] or ()),
                 earlier=tuple(row["earlier"] or ()),
+                unclean=tuple(row.get("unclean") or ()),
                 failures=row["failures"] or 0,
                 rereads=row["rereads"] or 0,
                 raw_from=row["raw_from"] or 0,

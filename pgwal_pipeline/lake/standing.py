@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import dataclass
 
+import pyarrow as pa
 from deltalake import DeltaTable, QueryBuilder, Schema
 from deltalake.exceptions import TableNotFoundError
 
@@ -46,9 +47,9 @@ def open_current(path: str, version: int | None = None) -> DeltaTable | None:
             return None
 
 
-def watermark(path: str) -> int | None:
-    """Return the watermark of the table at `path`, the LSN it stands at; None if there is no table."""
-    table = open_current(path)
+def watermark(path: str, version: int | None = None) -> int | None:
+    """Return the watermark of the table at `path`, the LSN it stands at, now or in a version; None if there is no table."""
+    table = open_current(path, version)
     return None if table is None else table.transaction_version(FENCE)
 
 
@@ -77,14 +78,20 @@ def row_count(path: str, version: int | None = None) -> int:
     """Return how many rows the table at `path` has, at a version of it or now. Raises LakeError if there is none."""
     with lake_errors(path):
         table = DeltaTable(path, version=version, storage_options=storage_options(path))
+        counts = table.get_add_actions()["num_records"].to_pylist()
+        if None not in counts and not pa.table(table.deletion_vectors()).num_rows:
+            return sum(counts)
         return QueryBuilder().register("t", table).execute("SELECT count(*) AS n FROM t").read_all()["n"][0].as_py()
 
 
 def written_rows(path: str) -> int:
-    """Return about how many rows the table at `path` has, from its log: deleted rows count until their files are rewritten."""
+    """Return about how many rows the table at `path` has, see `rows_in`; 0 if there is no table."""
     table = open_current(path)
-    if table is None:
-        return 0
+    return 0 if table is None else rows_in(table)
+
+
+def rows_in(table: DeltaTable) -> int:
+    """Return about how many rows a table has, from its log: deleted rows count until their files are rewritten."""
     return sum(rows or 0 for rows in table.get_add_actions()["num_records"].to_pylist())
 
 

@@ -19,14 +19,14 @@ def table_at(path: str) -> str:
     return f"delta.{quote(path)}"
 
 
-def merge_changes(path: str, target: StructType, changes: StructType, view: str, shape: Shape, span: tuple[int, int] | None = None) -> str:
+def merge_changes(path: str, target: StructType, changes: StructType, view: str, shape: Shape, within: str = "") -> str:
     """Return the MERGE of `view`, which has one change per key, into the table at `path`.
 
-    `span` is the smallest and the largest value of the keys' first column in `view`.
+    `within` is a condition on the target that every row with a key of `view` fulfills: Delta skips the files that have no such row.
     """
     matched = ", ".join(f"{quote(name, 't')} = {_updated(name, changes, shape)}" for name in target.names)
     return (
-        f"MERGE INTO {table_at(path)} t USING {quote(view)} s ON {same_key(target, changes, shape, span)} "
+        f"MERGE INTO {table_at(path)} t USING {quote(view)} s ON {same_key(target, changes, shape)}{' AND ' + within if within else ''} "
         f"WHEN MATCHED AND s.{GONE} THEN DELETE WHEN MATCHED THEN UPDATE SET {matched} "
         f"WHEN NOT MATCHED AND NOT s.{GONE} THEN {_insert(target, changes, shape)}"
     )
@@ -67,14 +67,10 @@ def merged_row(target: StructType, changes: StructType, shape: Shape) -> list[st
     ]
 
 
-def same_key(target: StructType, changes: StructType, shape: Shape, span: tuple[int, int] | None = None) -> str:
+def same_key(target: StructType, changes: StructType, shape: Shape) -> str:
     """Return the condition that a row of the target and a change have the same key."""
     pairs = zip(key_parts(target, shape.key, "t"), key_parts(changes, shape.key, "s"), strict=True)
-    conditions = [f"{ours} <=> {theirs}" for ours, theirs in pairs]
-    if span is not None:
-        # With literal bounds Delta skips the files whose statistics are outside.
-        conditions.append(f"{quote(shape.key[0], 't')} BETWEEN {span[0]} AND {span[1]}")
-    return " AND ".join(conditions)
+    return " AND ".join(f"{ours} <=> {theirs}" for ours, theirs in pairs)
 
 
 def _updated(name: str, changes: StructType, shape: Shape) -> str:

@@ -8,20 +8,22 @@ completed from the catalog, since the definition may have changed more than once
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from pgwal_pipeline.decode.types import arrow_type
+from pgwal_pipeline.decode.types import column_type
 from pgwal_pipeline.lake.ledger import TableState
 from pgwal_pipeline.lake.stream_facts import StreamFacts
 from pgwal_pipeline.values.relation import Relation
 from pgwal_pipeline.values.storage import Storage
+from pgwal_pipeline.values.table_options import EXCLUDED, NOTHING, Options
 from pgwal_pipeline.values.xid import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A published table as the catalog shows it at one moment."""
+    """A published table as the catalog shows it at one moment, with its options. `relation` is as these make it."""
 
     relation: Relation
     storage: Storage
+    options: Options = NOTHING
 
 
 def dropped(state: TableState, before: Storage, now: Storage) -> tuple[str, ...]:
@@ -48,6 +50,32 @@ def read_again(state: TableState, entry: CatalogEntry, reason: str, joined_xid: 
     )
 
 
+def begun_anew(state: TableState, entry: CatalogEntry, reason: str, first_new_xid: int) -> TableState:
+    """Return the state of a table that is read again because other columns are protected: no layer may keep what it has.
+
+    It is read once every transaction from before `first_new_xid` has ended, as raw will not have what those wrote.
+    """
+    kept = tuple(name for name in state.dropped if entry.options.treatment(name) != EXCLUDED)
+    return replace(read_again(state, entry, reason, first_new_xid), dropped=kept, unclean=("raw", "snapshot", "current"))
+
+
+def protected_otherwise(state: TableState, entry: CatalogEntry) -> str | None:
+    """Return how a column that the lake has is protected now, if not as it was; None if every one is as it was."""
+    if state.relation is None:
+        return None
+    now = {column.name: column.protection for column in entry.relation.columns}
+    for name in (*state.relation.column_names, *state.dropped):
+        if entry.options.treatment(name) == EXCLUDED:
+            return f"its column {name} is excluded now"
+    for column in state.relation.columns:
+        how = now.get(column.name, column.protection)
+        if how != column.protection:
+            arrives = "is not protected any more" if how is None else f"is protected now ({how.split(':')[0]})"
+            both = how is not None and column.protection is not None
+            return f"its column {column.name} {'is protected in another way now, or with another key' if both else arrives}"
+    return None
+
+
 def republished(before: Storage, now: Storage) -> bool:
     """Return whether some changes of the table may not have been published: it left the publication, or the publication was altered."""
     return before.membership != now.membership
@@ -65,6 +93,8 @@ def altered(known: Relation, before: Storage, entry: CatalogEntry, gone_names: C
     old_names = {column.name.lower() for column in before.columns}
     for column in now.columns:
         was = old.get(column.number)
+        if entry.options.treatment(column.name) == EXCLUDED and (was is None or was.name == column.name):
+            continue
         if was is not None and was.name != column.name:
             return f"its column {was.name} was renamed to {column.name}"
         if was is not None and was.type_oid != column.type_oid:
@@ -75,11 +105,11 @@ def altered(known: Relation, before: Storage, entry: CatalogEntry, gone_names: C
             return f"its column {column.name} was dropped and added again"
         if was is None and _any_new_file(before, now):
             return f"its column {column.name} was added and every row rewritten with a value for it"
-    types = {column.name: arrow_type(column.type) for column in known.columns}
+    types = {column.name: column_type(column) for column in known.columns}
     for column in relation.columns:
         if column.name not in types and any(column.name == stored.name for stored in before.columns):
             return f"its column {column.name} was not published before"
-        if types.get(column.name, arrow_type(column.type)) != arrow_type(column.type):
+        if types.get(column.name, column_type(column)) != column_type(column):
             return f"its column {column.name} has another type"
     return None
 

@@ -7,6 +7,7 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Source, Window
 from pgwal_pipeline.messages.errors import ChangeNotSent, FileGone, LakeError, PublicationMissing, SlotLost
+from pgwal_pipeline.pipeline import applied_options
 from pgwal_pipeline.pipeline import same_source as history
 from pgwal_pipeline.pipeline.alterations import CatalogEntry
 from pgwal_pipeline.pipeline.table_review import catalog_entries, record_tables
@@ -59,7 +60,8 @@ def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]
     """Do the work of `attach`. The source is recorded before the slot is created, so that a slot left by a crash is known as ours."""
     ledger = Ledger(Lake(settings.lake))
     recorded, ours, frontier, state = require_agreement(settings, conn)
-    published = publication.ensure(conn, settings.publication, settings.tables)
+    wanted = applied_options.require_fitting(settings, conn, ledger)
+    published = publication.ensure(conn, settings.publication, settings.tables, wanted)
     ours = replace(ours, publication_oid=published.oid)
     if recorded != ours:
         if recorded is not None and recorded.timeline != ours.timeline:
@@ -74,12 +76,22 @@ def _attach(settings: Settings, conn: Connection, *, warn: Callable[[str], None]
     recovered = _completed(ledger, warn)
     if not proven:
         _require_same_changes(settings, conn, ledger, state, warn)
-    found = catalog_entries(conn, settings.publication)
-    for table, reason in record_tables(ledger, conn, found, published.skipped).items():
+    found = catalog_entries(conn, settings.publication, settings.protection)
+    for table in published.unshaped & found.keys():
+        options = replace(found[table].options, rows=wanted.in_force.get(found[table].relation.oid))
+        found[table] = replace(found[table], options=options)
+        warn(f"Table {table} is locked, so that what the source sends of it could not be altered; the next run tries again.")
+    skipped = {**wanted.barred, **published.skipped}
+    if settings.table_options.protects:  # what the publication now sends of a table may show another key
+        skipped |= applied_options.barred(settings, ledger.tables(), catalog.tables_of(conn, settings.publication))
+    for table, reason in record_tables(ledger, conn, found, skipped).items():
         warn(f"Table {table}: {reason}.")
+    applied_options.clean_raw(ledger, conn)
+    for warning in applied_options.unmet(settings.table_options, found):
+        warn(warning)
     if not found:
         warn(_nothing_to_follow(settings, conn, ours=published.ours))
-    return Attached(conn.info.server_version, state, found, dict(published.skipped), recovered)
+    return Attached(conn.info.server_version, state, found, skipped, recovered)
 
 
 def _nothing_to_follow(settings: Settings, conn: Connection, *, ours: bool) -> str:
@@ -175,7 +187,7 @@ def renew(settings: Settings, conn: Connection, *, warn: Callable[[str], None]) 
         failpoints.hit("renew.before_slot")
         if state is not None:
             slot.drop(conn, settings.slot)
-        published = publication.ensure(conn, settings.publication, settings.tables)
+        published = publication.ensure(conn, settings.publication, settings.tables, applied_options.require_fitting(settings, conn, ledger))
         state = slot.create(settings.dsn, settings.slot, blocked_timeout=settings.blocked_timeout, warn=warn)
         failpoints.hit("renew.after_slot")
         ledger.append_window(_origin(settings.slot, state.confirmed_flush_lsn))

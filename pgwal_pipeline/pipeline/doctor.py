@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 from pgwal_pipeline.lake.layout import Lake, require_writable
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.messages.errors import PgwalError, SettingError, SlotLost
+from pgwal_pipeline.pipeline.applied_options import filters, require_fitting
 from pgwal_pipeline.pipeline.bootstrap import require_agreement
 from pgwal_pipeline.pipeline.registration import failing
 from pgwal_pipeline.postgres import health
 from pgwal_pipeline.postgres.dsn import connect
+from pgwal_pipeline.postgres.publication_shape import Wanted
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.spark.java import ensure_java
 from pgwal_pipeline.spark.session import reach
@@ -43,7 +46,9 @@ def examine(environment: Mapping[str, str]) -> list[Check]:
     checks = [Check("settings", True, f"lake {settings.lake}, slot {settings.slot}, publication {settings.publication}")]
     checks += [
         Check(check.name, check.ok, check.found, check.mend)
-        for check in health.doctor_checks(dsn, slot=settings.slot, publication=settings.publication, globs=settings.tables)
+        for check in health.doctor_checks(
+            dsn, slot=settings.slot, publication=settings.publication, globs=settings.tables, wanted=_wanted(settings)
+        )
     ]
     checks.append(_probe("lake", lambda: _lake(settings)))
     if all(check.ok for check in checks):  # else a check above has already reported the cause
@@ -55,6 +60,13 @@ def examine(environment: Mapping[str, str]) -> list[Check]:
     remote = settings.spark_remote
     checks.append(_probe("java", _java) if remote is None else _probe("spark", lambda: _spark(remote)))
     return checks
+
+
+def _wanted(settings: Settings) -> Wanted:
+    """Return what is wanted of the tables, with the row filters that are in force as far as the lake can be read."""
+    with suppress(PgwalError):
+        return Wanted(settings.table_options, filters(Ledger(Lake(settings.lake)).tables()))
+    return Wanted(settings.table_options)
 
 
 def _probe(name: str, check: Callable[[], Check]) -> Check:
@@ -108,6 +120,7 @@ def _agreement(settings: Settings) -> Check:
     try:
         with connect(settings.dsn) as conn:
             require_agreement(settings, conn)
+            require_fitting(settings, conn, Ledger(Lake(settings.lake)))
     except SlotLost as loss:
         if settings.on_slot_loss == "stop":
             raise

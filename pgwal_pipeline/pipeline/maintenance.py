@@ -1,22 +1,20 @@
 """Maintenance: prune raw windows that nothing needs any more, join small files, and remove unused files."""
 
-import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake import maintenance as lakes
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lake.retention import shorten_logs
 from pgwal_pipeline.messages.amounts import size
-from pgwal_pipeline.messages.errors import LakeError, PgwalError, SlotBusy, TableError
+from pgwal_pipeline.messages.errors import TableError
 from pgwal_pipeline.messages.progress import Progress
-from pgwal_pipeline.pipeline.publish import alone
+from pgwal_pipeline.pipeline.upkeep import Upkeep, keep_up
 from pgwal_pipeline.settings import Settings
 
 if TYPE_CHECKING:
@@ -30,14 +28,14 @@ class MaintenanceReport:
     """What one maintenance did. `removed_keys` are the windows that were pruned from raw, `oldest_key` is the oldest that raw still has.
 
     `files` says how many files each step (`pruned`, `joined`, `removed`) saved, `seconds` how long each step and `current` took.
-    `optimized` is the number of `current` tables whose files were maintained. `kept_bytes` is what the files of `current` take that only
+    `upkeep` is what was done for `current`. `kept_bytes` is what the files of `current` take that only
     earlier publishes need (PGWAL_AS_OF_RETENTION).
     """
 
     removed_keys: tuple[str, ...]
     oldest_key: str | None
     files: dict[str, int]
-    optimized: int
+    upkeep: Upkeep
     kept_bytes: int = 0
     warnings: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
@@ -48,23 +46,40 @@ class MaintenanceReport:
             "maintenance": {
                 "removed_keys": list(self.removed_keys),
                 "files": self.files,
-                "optimized": self.optimized,
+                "optimized": self.upkeep.tables,
+                "rewritten": {"tables": self.upkeep.rewritten, "files": self.upkeep.files, "bytes": self.upkeep.bytes},
+                "left": self.upkeep.left,
                 "kept_bytes": self.kept_bytes,
             },
             "warnings": list(self.warnings),
         }
 
 
+def maintain_tables(
+    settings: Settings, spark_factory: Callable[[], "SparkSession"], tables: Collection[str], *, progress: Progress
+) -> MaintenanceReport:
+    """Rewrite the files of the `current` tables with these names that need it, and do nothing else. Raises LakeError."""
+    started = time.perf_counter()
+    ledger = Ledger(Lake(settings.lake))
+    done = keep_up(settings, spark_factory, ledger, _history(settings), progress, tables=tables, vacuum=False)
+    progress.say(f"Rewrote {done.files} files ({size(done.bytes)}) of {done.rewritten} current tables.")
+    return MaintenanceReport((), None, {}, done, warnings=done.warnings, seconds={"current": time.perf_counter() - started})
+
+
+def _history(settings: Settings) -> timedelta:
+    return max(timedelta(seconds=settings.as_of_retention), _SHORTEST_HISTORY)
+
+
 def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *, progress: Progress) -> MaintenanceReport:
     """Prune raw windows that are older than PGWAL_RAW_RETENTION, published, and needed by no table; then maintain every table's files.
 
     The versions of `current` that a publish names can be read for PGWAL_AS_OF_RETENTION, and for a day at least. A table whose maintenance
-    fails is left as it is, with a warning. `current` is left out, with a warning, if a publish runs for longer than PGWAL_BUSY_TIMEOUT.
+    fails is left as it is, with a warning. So are those of `current` that are left when a publish runs for longer than PGWAL_BUSY_TIMEOUT.
     Raises LakeError.
     """
     lake = Lake(settings.lake)
     ledger = Ledger(lake)
-    history = max(timedelta(seconds=settings.as_of_retention), _SHORTEST_HISTORY)
+    history = _history(settings)
     retained_from = datetime.now(UTC) - timedelta(seconds=settings.raw_retention)
     publish = ledger.publish()
     seconds: dict[str, float] = {}
@@ -91,8 +106,9 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
     progress.say(f"Joined small files: {joined} fewer. Removed {removed} files that nothing needs any more.")
 
     started = time.perf_counter()
-    optimized, warnings = _maintain_alone(settings, spark_factory, ledger, history, progress) if publish and publish.tables else (0, [])
+    done = keep_up(settings, spark_factory, ledger, history, progress)
     seconds["current"] = time.perf_counter() - started
+    progress.say(f"Rewrote {done.files} files ({size(done.bytes)}) of {done.rewritten} current tables.")
     kept_bytes = _kept_bytes(lake, ledger, refused)
     progress.say(f"Files that only earlier publishes need take {size(kept_bytes)} (PGWAL_AS_OF_RETENTION).")
     kept = [window.key for window in ledger.windows() if window.state != "pruned"]
@@ -100,39 +116,11 @@ def maintain(settings: Settings, spark_factory: Callable[[], "SparkSession"], *,
         removed_keys=pruned.keys,
         oldest_key=min(kept, default=None),
         files={"pruned": pruned.files, "joined": joined, "removed": removed},
-        optimized=optimized,
+        upkeep=done,
         kept_bytes=kept_bytes,
-        warnings=(*failed, *warnings),
+        warnings=(*failed, *done.warnings),
         seconds=seconds,
     )
-
-
-def _maintain_alone(
-    settings: Settings, spark_factory: Callable[[], "SparkSession"], ledger: Ledger, history: timedelta, progress: Progress
-) -> tuple[int, list[str]]:
-    """Do `_maintain_current` under the lock that publishes take; do nothing if a publish holds it for longer than PGWAL_BUSY_TIMEOUT.
-
-    The newest publish is recorded again with the new versions, which hold the same rows: a later vacuum removes files of the old ones.
-    """
-    try:
-        with alone(settings):
-            publish = ledger.publish()
-            assert publish is not None
-            paths = sorted(pointer.path for pointer in publish.tables.values())
-            newest = {path: _newest(path) for path in paths}
-            done = _maintain_current(ledger.lake, spark_factory(), _oldest_named(ledger, paths), history, progress)
-            maintained = {
-                table: replace(pointer, version=after)
-                if newest[pointer.path] == pointer.version and (after := _newest(pointer.path)) is not None
-                else pointer
-                for table, pointer in publish.tables.items()
-            }
-            if maintained != publish.tables:
-                ledger.record_publish(replace(publish, tables=maintained))
-            return done
-    except SlotBusy as error:
-        progress.warn(str(error))
-        return 0, [str(error)]
 
 
 def _kept_bytes(lake: Lake, ledger: Ledger, refused: Callable[[TableError], None]) -> int:
@@ -146,40 +134,3 @@ def _kept_bytes(lake: Lake, ledger: Ledger, refused: Callable[[TableError], None
         except TableError as error:
             refused(error)
     return total
-
-
-def _newest(path: str) -> int | None:
-    """Return the newest version of a `current` table; None if it is damaged or gone."""
-    try:
-        return current.version(path)
-    except LakeError:
-        return None
-
-
-def _oldest_named(ledger: Ledger, paths: list[str]) -> dict[str, int]:
-    """Return the oldest version that a publish names of each `current` table."""
-    oldest: dict[str, int] = {}
-    for publish in ledger.publishes():
-        for pointer in publish.tables.values():
-            oldest[pointer.path] = min(pointer.version, oldest.get(pointer.path, pointer.version))
-    return {path: oldest[path] for path in paths}
-
-
-def _maintain_current(
-    lake: Lake, spark: "SparkSession", oldest: Mapping[str, int], history: timedelta, progress: Progress
-) -> tuple[int, list[str]]:
-    """Optimize and vacuum `current` tables; return for how many that worked, and a warning for each of the others.
-
-    `oldest` has their paths, each with the oldest version that has to stay readable.
-    """
-    warnings = []
-    for done, (path, version) in enumerate(oldest.items(), 1):
-        try:
-            with table_work(lake, path, "maintain", answers=lambda: spark.sql("SELECT 1").collect()):
-                current.optimize(spark, path)
-                current.vacuum(spark, path, math.ceil(history.total_seconds() / 3600), version)
-        except PgwalError as error:
-            warnings.append(str(error))
-            progress.warn(str(error))
-        progress.stage("maintenance of current", done, len(oldest), "tables")
-    return len(oldest) - len(warnings), warnings

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.types import change_schema, copy_schema
 from pgwal_pipeline.lake import current
+from pgwal_pipeline.lake.cleaning import clean_current
 from pgwal_pipeline.lake.current import MergeRequest, MergeResult, ReplaceRequest, Unresolved
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.fold import ChunkSnapshot, Traits
@@ -79,15 +80,17 @@ def publish(
 
 
 @contextmanager
-def alone(settings: Settings) -> Iterator[None]:
+def alone(settings: Settings) -> Iterator[bool]:
     """Hold the lock for changing `current` tables: on an object store Spark does not notice that two writers commit the same version.
 
-    The lock is in the source and ends with its holder. A publish works while the source is away, then without the lock.
+    The lock is in the source and ends with its holder. A publish works while the source is away, then without the lock: False is yielded.
     """
     with ExitStack() as stack:
+        held = False
         with suppress(SourceUnavailable, SourceRefused, SettingError):
             stack.enter_context(slot.exclusive(settings.dsn, f"{settings.slot}/publish", settings.busy_timeout))
-        yield
+            held = True
+        yield held
 
 
 def _publish(
@@ -287,7 +290,10 @@ def _merge_all(lake: Lake, spark: "SparkSession", works: list[_Work], progress: 
 def _carry_out(lake: Lake, spark: "SparkSession", small: "SparkSession", work: _Work) -> MergeResult:
     request = work.request
     if isinstance(request, ReplaceRequest):
-        return current.replace(spark, request)
+        replaced = current.replace(spark, request)
+        if "current" in work.state.unclean:
+            clean_current(lake, work.state.location)
+        return replaced
     assert request is not None
     if not request.rows:  # there is only a new column that no row has yet
         assert work.state.relation is not None
@@ -321,7 +327,8 @@ def _record_outcomes(
             pointers[state.table] = TablePointer(work.request.current_path, outcome.version)
             if isinstance(work.request, ReplaceRequest) or state.state == "error":
                 published = state.generation if isinstance(work.request, ReplaceRequest) else state.published
-                changed[state.location] = state, replace(state.without_error(), state="ready", published=published, rereads=0)
+                done = state.cleaned("current") if isinstance(work.request, ReplaceRequest) else state
+                changed[state.location] = state, replace(done.without_error(), state="ready", published=published, rereads=0)
         elif work.pointer is not None:
             pointers[state.table] = work.pointer
             if state.state == "error":
@@ -342,8 +349,9 @@ def _to_be_read_again(ledger: Ledger, state: TableState, outcome: MergeResult | 
     """
     if not isinstance(outcome, Unresolved) or state.generation is None:
         return None
-    if outcome.keys is None:
-        if len(outcome.rows) < _MANY:  # the key has a type without a text to query by
+    hidden = state.relation is not None and state.relation.hides_key  # the source cannot be asked for a key that is only known as a hash
+    if outcome.keys is None or hidden:
+        if not hidden and len(outcome.rows) < _MANY:  # the key has a type without a text to query by
             return None
         return replace(
             state, state="pending", generation=None, reading=None, reason="it is read again: many keys changed while it was read"
@@ -398,7 +406,7 @@ def _with_outcome(known: TableState, planned: TableState, outcome: TableState) -
         return replace(known, state=outcome.state, reason=outcome.reason, generation=None, reading=outcome.reading)
     if known.state == "error":
         known = replace(known.without_error(), state="ready")
-    return replace(known, published=outcome.published, rereads=0)
+    return replace(known, published=outcome.published, rereads=0, unclean=outcome.unclean)
 
 
 def _table_reports(

@@ -19,7 +19,8 @@ def begun_state(seen: TableState, published: PublishedTable) -> TableState:
     # A table in error must not be published meanwhile: the changes that raw lacks are only in its new rows.
     visible = "ready" if seen.published is not None and seen.state != "error" else "snapshotting"
     relation = published.relation
-    return replace(seen, state=visible, reason=None, reading=uuid.uuid4().hex, joined_xid=None, relation=relation, key=relation.key)
+    begun = replace(seen, state=visible, reason=None, reading=uuid.uuid4().hex, joined_xid=None, relation=relation, key=relation.key)
+    return begun.cleaned("snapshot")
 
 
 def altered(known: TableState, seen: TableState) -> bool:
@@ -43,6 +44,7 @@ def begun(known: TableState, state: TableState) -> TableState:
         joined_xid=state.joined_xid,
         relation=state.relation,
         key=state.key,
+        unclean=state.unclean,
     )
 
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.types import change_schema, copy_schema
 from pgwal_pipeline.host.memory import give_back
+from pgwal_pipeline.lake import cleaning
 from pgwal_pipeline.lake.delta import side_by_side
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, TableState
@@ -95,6 +96,9 @@ class SmallTables:
         The fault of one is its `error`; one that is locked, or larger than it seemed, is `busy`. Files that are not committed are removed
         if the reading ends with an error; vacuum removes those of a process that died.
         """
+        for table in self.tables:
+            if "snapshot" in table.seen.unclean:
+                cleaning.clean_snapshots(self.ledger.lake, table.seen.location)
         self._amend(self.tables, lambda known, table: None if altered(known, table.seen) else begun(known, table.state))
         count = min(self.settings.snapshot_workers, len(self.tables))
         with ThreadPoolExecutor(count, "pgwal-small") as pool:
@@ -179,7 +183,13 @@ class SmallTables:
     def _stage_all(self, tables: Sequence[SmallTable], staged: list[SmallTable]) -> tuple[SmallTable, SourceUnavailable] | None:
         """Write the files of tables, adding each to `staged`, until the connection breaks or the reading is stopped."""
         ranges = [table.range for table in tables]
-        with TableRows(self.settings.dsn, ranges, largest_row=self.settings.largest_row, most_bytes=most_bytes(self.settings)) as rows:
+        with TableRows(
+            self.settings.dsn,
+            ranges,
+            largest_row=self.settings.largest_row,
+            most_bytes=most_bytes(self.settings),
+            key=self.settings.protection.key,
+        ) as rows:
             for number, table in enumerate(tables):
                 if self._stopped:
                     return None

@@ -18,6 +18,7 @@ from pgwal_pipeline.lake.records import pause_after
 from pgwal_pipeline.lake.schema import check_columns
 from pgwal_pipeline.messages.errors import BlockedByTransaction, SourceRefused, TableError
 from pgwal_pipeline.messages.progress import Noted, Progress
+from pgwal_pipeline.pipeline.applied_options import take_key
 from pgwal_pipeline.pipeline.drain import bootstrap
 from pgwal_pipeline.pipeline.published import Published
 from pgwal_pipeline.pipeline.reading_states import first_of
@@ -103,8 +104,10 @@ def snapshot(
     ledger = Ledger(Lake(settings.lake))
     noted = Noted(progress)
     with slot.exclusive(settings.dsn, f"{settings.slot}/snapshot", settings.busy_timeout), connect(settings.dsn) as conn:
+        if tables is not None:
+            take_key(settings, ledger, tables)
         states = ledger.tables()
-        if not states:
+        if not states or any("raw" in state.unclean for state in states.values() if tables is None or state.table in tables):
             bootstrap(settings, progress=noted)
             states = ledger.tables()
         todo = [states[table] for table in needed(settings)] if tables is None else [_followed(states, table) for table in tables]
@@ -121,7 +124,7 @@ def snapshot(
         waits: dict[TableName, str] = {}
         small, todo = _small(settings, conn, todo)
         locked: list[TableState] = []
-        publication = Published(conn, settings.publication)
+        publication = Published(conn, settings.publication, settings.protection)
         for first in range(0, len(small), _GROUP_TABLES):
             planned_group = small[first : first + _GROUP_TABLES]
             group = _group(publication, conn, ledger, planned_group, anew=tables is not None)

@@ -10,11 +10,13 @@ from pgwal_pipeline.lake.ledger import Ledger, Publish, TableState
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.pipeline.publish import may_be_merged
 from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePublish
-from pgwal_pipeline.postgres import catalog, copies, slot
+from pgwal_pipeline.postgres import catalog, copies, peek, slot
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn, window_key
 from pgwal_pipeline.values.relation import quote_ident
+from pgwal_pipeline.values.table_options import EXCLUDED, Options
+from pgwal_pipeline.values.xid import Snapshot
 
 _TABLES_AT_ONCE = 16  # tables whose Delta logs are read side by side
 
@@ -40,6 +42,15 @@ def lag(settings: Settings) -> LagReading:
         wal_status=None if state is None else state.wal_status,
         safe_wal_size=None if state is None else state.safe_wal_size,
     )
+
+
+def has_changes(settings: Settings, since: str) -> bool:
+    """Return whether the slot's backlog may have a change of a followed table. `since` is the result of `pg_current_snapshot()` before it.
+
+    Meant for a short backlog, as the server decodes it.
+    """
+    with connect(settings.dsn) as conn:
+        return peek.has_changes(conn, settings.slot, settings.publication, Snapshot.parse(since))
 
 
 def publish_due(ledger: Ledger) -> bool:
@@ -88,11 +99,12 @@ def status(settings: Settings) -> dict[str, Any]:
         "tables": {
             str(table): {
                 "state": _shown(state),
-                "reason": _reason(state) or counts.get(lake.current(state.location), (None, None))[1],
+                "reason": _reason(state, settings.table_options.of(table)) or counts.get(lake.current(state.location), (None, None))[1],
                 "raw_path": lake.raw(state.location),
                 "current_path": (path := lake.current(state.location)),
                 "key": list(state.key) if state.relation is not None else None,
                 "rows": counts.get(path, (None, None))[0],
+                "options": settings.table_options.of(table).to_json(),
             }
             for table, state in sorted(ledger.tables().items())
         },
@@ -142,12 +154,16 @@ def _shown(state: TableState) -> str:
     return state.state
 
 
-def _reason(state: TableState) -> str | None:
-    """Return the reason of a table's state; without one, which of its columns are not in the stream."""
+def _reason(state: TableState, options: Options) -> str | None:
+    """Return the reason of a table's state; without one, which of its columns are not in the stream, though they are not excluded."""
     if state.reason is not None or state.relation is None or state.storage is None:
         return state.reason
     known = state.relation.column_names
-    left_out = [quote_ident(column.name) for column in state.storage.columns if column.name not in known]
+    left_out = [
+        quote_ident(column.name)
+        for column in state.storage.columns
+        if column.name not in known and options.treatment(column.name) != EXCLUDED
+    ]
     if not left_out:
         return None
     return f"column {left_out[0]} is not published" if len(left_out) == 1 else f"columns {', '.join(left_out)} are not published"

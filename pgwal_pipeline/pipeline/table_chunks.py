@@ -13,6 +13,7 @@ import pyarrow as pa
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.types import change_schema, copy_schema
 from pgwal_pipeline.host.memory import give_back
+from pgwal_pipeline.lake import cleaning
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, TableState
 from pgwal_pipeline.lake.raw import ensure_raw_table
@@ -72,6 +73,8 @@ class TableChunks:
                 state = begun_state(self.state, self.published)
                 missing = self._planned(state)
             assert state.reading is not None
+            if "snapshot" in self.state.unclean:
+                cleaning.clean_snapshots(self.ledger.lake, state.location)
             self._amend(state, lambda known: None if altered(known, self.state) else begun(known, state))
             writer = SnapshotWriter(Lake(self.settings.lake), relation, state.reading, state.location)
             writer.begin(copy_schema(relation))
@@ -162,7 +165,7 @@ class TableChunks:
         """Read one chunk and record the attempt; rows of an attempt that is not recorded are ignored."""
         attempt = uuid.uuid4().hex
         every = Range(self.published.relation, copy.ChunkBounds(chunk.lower, chunk.upper), self.published.row_filter)
-        with TableRows(self.settings.dsn, [every], exported, self.settings.largest_row) as rows:
+        with TableRows(self.settings.dsn, [every], exported, self.settings.largest_row, key=self.settings.protection.key) as rows:
             written = writer.write(attempt, self._counted(chunk.chunk, rows.pieces(0)))
         failpoints.hit("snapshot.before_chunk_record")
         self._planning.result()

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from pgwal_pipeline.decode.types import arrow_type, change_schema
+from pgwal_pipeline.decode.types import change_schema, column_type
 from pgwal_pipeline.lake.delta import open_table
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
@@ -14,10 +14,21 @@ from pgwal_pipeline.lake.locations import free_location
 from pgwal_pipeline.lake.raw import check_columns, ensure_raw_table
 from pgwal_pipeline.lake.stream_facts import StreamFacts
 from pgwal_pipeline.messages.errors import TableError
-from pgwal_pipeline.pipeline.alterations import CatalogEntry, altered, dropped, read_again, republished, rewritten, swapped_names
+from pgwal_pipeline.pipeline.alterations import (
+    CatalogEntry,
+    altered,
+    begun_anew,
+    dropped,
+    protected_otherwise,
+    read_again,
+    republished,
+    rewritten,
+    swapped_names,
+)
 from pgwal_pipeline.postgres import catalog
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.storage import storages
+from pgwal_pipeline.values.protection import Protection
 from pgwal_pipeline.values.relation import Relation, TableName
 from pgwal_pipeline.values.storage import Storage
 from pgwal_pipeline.values.xid import Snapshot
@@ -26,11 +37,15 @@ _GONE = "no longer published"
 _EARLIER = 8  # tables of one location whose last changes may still be in the stream
 
 
-def catalog_entries(conn: Connection, publication: str) -> dict[TableName, CatalogEntry]:
-    """Return the published tables as the catalog shows them now."""
-    relations = catalog.tables_of(conn, publication)
+def catalog_entries(conn: Connection, publication: str, protection: Protection) -> dict[TableName, CatalogEntry]:
+    """Return the published tables as the catalog shows them now and their options make them, without those that these do not fit."""
+    relations = [relation for relation in catalog.tables_of(conn, publication) if protection.misused(relation) is None]
     stored = storages(conn, publication, [relation.oid for relation in relations])
-    return {relation.table: CatalogEntry(relation, stored[relation.oid]) for relation in relations if relation.oid in stored}
+    return {
+        relation.table: CatalogEntry(protection.relation(relation), stored[relation.oid], protection.options.of(relation.table))
+        for relation in relations
+        if relation.oid in stored
+    }
 
 
 def record_tables(
@@ -59,7 +74,7 @@ def record_tables(
         state = known.get(table)
         if state is None or _joins(state, entry):
             continue
-        updated = _updated(state, entry, joined_xid)
+        updated = replace(_updated(state, entry, joined_xid), options=entry.options.to_text())
         if updated.reason is not None and updated.reason != state.reason:
             news[str(table)] = updated.reason
         if updated != before.get(table):
@@ -70,8 +85,19 @@ def record_tables(
         if state is None or (state.state, state.reason) != ("skipped", reason):
             location = free_location(table, 0, taken) if state is None else state.location
             taken.add(location)
-            oid, earlier = (0, ()) if state is None else (state.oid, state.earlier)
-            changed.append(TableState(table=table, oid=oid, state="skipped", reason=reason, kept_as=location, earlier=earlier))
+            before = TableState(table=table, oid=0, state="skipped") if state is None else state
+            changed.append(
+                TableState(
+                    table=table,
+                    oid=before.oid,
+                    state="skipped",
+                    reason=reason,
+                    kept_as=location,
+                    earlier=before.earlier,
+                    unclean=before.unclean,
+                    options=before.options,
+                )
+            )
     changed += [
         replace(state, state="gone", reason=_GONE)
         for table, state in known.items()
@@ -198,6 +224,8 @@ def _joined(lake: Lake, entry: CatalogEntry, before: TableState | None, location
         kept_as=location,
         earlier=tuple(dict.fromkeys(oid for oid in earlier if oid != relation.oid))[-_EARLIER:],
         raw_from=0 if before is None else raw_from if before.left_out else before.raw_from,
+        unclean=_unclean(before, entry),
+        options=entry.options.to_text(),
     )
     try:
         with table_work(lake, relation.table, "describe", oid=relation.oid):
@@ -208,8 +236,20 @@ def _joined(lake: Lake, entry: CatalogEntry, before: TableState | None, location
     return state
 
 
+def _unclean(before: TableState | None, entry: CatalogEntry) -> tuple[str, ...]:
+    """Return the layers at the location of a table that joins which may have values that are protected now."""
+    if before is None:
+        return ()
+    unknown = before.relation is None and entry.options.protects
+    anew = unknown or before.unclean or protected_otherwise(before, entry) is not None
+    return ("raw", "snapshot", "current") if anew else ()
+
+
 def _updated(state: TableState, entry: CatalogEntry, first_new_xid: int) -> TableState:
     """Return the state of a known table with its new definition. New files are not judged: the stream may still have their TRUNCATE."""
+    otherwise = protected_otherwise(state, entry)
+    if otherwise is not None:
+        return begun_anew(state, entry, otherwise, first_new_xid)
     if state.storage is None or state.relation is None or (state.state == "error" and not state.is_read):
         return replace(state, relation=entry.relation, key=entry.relation.key, storage=entry.storage)
     before = state.storage
@@ -264,7 +304,7 @@ def _reviewed(
 
 
 def _columns(relation: Relation | None) -> set[tuple[str, str]]:
-    return set() if relation is None else {(column.name, str(arrow_type(column.type))) for column in relation.columns}
+    return set() if relation is None else {(column.name, f"{column_type(column)} {column.protection}") for column in relation.columns}
 
 
 def next_xid(conn: Connection) -> int:

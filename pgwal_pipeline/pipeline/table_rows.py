@@ -35,7 +35,7 @@ class TableRows:
     """Ranges of tables, read once, one after another: as a context manager, take the `pieces` of each in their order.
 
     Several ranges are of small tables, of at most `most_bytes` on disk, and share a transaction. After an error in one of them the rest is
-    read in a new transaction. About three pieces of 4 MiB are in memory at once.
+    read in a new transaction. About three pieces of 4 MiB are in memory at once. `key` is the key of hashes.
     """
 
     dsn: str
@@ -43,6 +43,7 @@ class TableRows:
     exported_snapshot: str | None = None
     largest_row: int = 1 << 30
     most_bytes: int | None = None
+    key: bytes = field(default=b"", repr=False)
     reads: dict[int, ChunkRead] = field(default_factory=dict)
     _items: "deque[tuple[int, pa.Table | BaseException | None, int]]" = field(default_factory=deque)
     _waiting: int = 0
@@ -110,7 +111,7 @@ class TableRows:
         self.reads[number] = reader.read(
             one.relation,
             one.bounds,
-            lambda rows, lengths: self._put(number, decode_copy(rows, lengths, one.relation, binary.TYPES), len(rows)),
+            lambda rows, lengths: self._put(number, decode_copy(rows, lengths, one.relation, binary.TYPES, self.key), len(rows)),
             binary=binary.TYPES,
             row_filter=one.row_filter,
             largest_row=self.largest_row,

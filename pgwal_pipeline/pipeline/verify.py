@@ -16,6 +16,7 @@ from pgwal_pipeline.messages.errors import SourceRefused, SourceUnavailable, Tab
 from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.pipeline.drain import drain
 from pgwal_pipeline.pipeline.publish import publish
+from pgwal_pipeline.pipeline.published import Published
 from pgwal_pipeline.pipeline.reports import TableComparison, VerifyReport
 from pgwal_pipeline.pipeline.table_rows import Range, TableRows
 from pgwal_pipeline.postgres import catalog, copy, slot
@@ -54,7 +55,8 @@ def verify(
         drained = drain(settings, end_lsn=lsn, progress=progress)
         published = publish(settings, spark_factory, progress=progress)
         with connect(settings.dsn) as conn:
-            sources = {table.relation.table: table for table in catalog.published_tables(conn, settings.publication)}
+            published_now = Published(conn, settings.publication, settings.protection).now()
+        sources = {table.relation.table: table for table in published_now.values()}
         names = sorted(table for table, found in published.tables.items() if found.version is not None) if tables is None else list(tables)
         if sources and not names:
             raise SourceRefused("No table has been published yet, so there is nothing to compare; run `pgwal sync` first.")
@@ -122,7 +124,7 @@ def _copy_source(settings: Settings, lake: Lake, table: PublishedTable, exported
     """Copy the table, as the exported snapshot shows it, into a new Delta table in the lake, and return its path."""
     path = f"{lake.ledger('verify')}/{uuid.uuid4().hex}"
     whole = Range(table.relation, copy.ChunkBounds(None, None), table.row_filter)
-    with TableRows(settings.dsn, [whole], exported, settings.largest_row) as rows:
+    with TableRows(settings.dsn, [whole], exported, settings.largest_row, key=settings.protection.key) as rows:
         pieces = rows.pieces(0)
         first = next(pieces, copy_schema(table.relation).empty_table())
         compare.write(path, pa.RecordBatchReader.from_batches(first.schema, _batches(chain([first], pieces))))

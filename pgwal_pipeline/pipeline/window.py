@@ -15,7 +15,7 @@ from deltalake import Schema
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.batch import Checkpoint, Decoded, Decoder
-from pgwal_pipeline.decode.frames import heads_of_large
+from pgwal_pipeline.decode.frames import HEAD, heads_of_large
 from pgwal_pipeline.decode.pgoutput import RelationMessage
 from pgwal_pipeline.lake import undecodable
 from pgwal_pipeline.lake.faults import is_tables_own, table_error
@@ -31,6 +31,7 @@ from pgwal_pipeline.pipeline.tally import Tally, WindowRead
 from pgwal_pipeline.postgres.standbys import HeldBack
 from pgwal_pipeline.postgres.stream import Messages, ReplicationStream
 from pgwal_pipeline.values.lsn import window_key
+from pgwal_pipeline.values.protection import NO_PROTECTION, Protection
 from pgwal_pipeline.values.relation import Relation
 
 _IDLE = 0.25  # seconds that the reader waits for the server before it does its other work
@@ -247,13 +248,14 @@ class _Consumer(threading.Thread):
     def _set_aside(self, error: DecodeError) -> None:
         """Keep a message that cannot be decoded, and leave its table out; raises DecodeError if it belongs to no table."""
         path = undecodable.keep(self._lake, error.lsn, error.payload)
+        what = "The whole message" if len(error.payload) > HEAD else "The head of the message"
         if not error.oid or error.oid in self._left_out:
             raise DecodeError(
-                f"{error} Nothing past it is confirmed. The whole message is in {path}: report it, and keep the slot.",
+                f"{error} Nothing past it is confirmed. {what} is in {path}: report it, and keep the slot.",
                 lsn=error.lsn,
                 payload=error.payload,
             ) from error
-        self._refuse(error.oid, TableError(str(error.oid), f"{error} The whole message is in {path}: report it.", error.oid, "decode"))
+        self._refuse(error.oid, TableError(str(error.oid), f"{error} {what} is in {path}: report it.", error.oid, "decode"))
 
     def _refuse(self, oid: int, error: TableError) -> None:
         """Leave a table out of this window and the windows after it."""
@@ -305,6 +307,7 @@ def read_window(
     end_lsn: int,
     memory_budget: int,
     largest_row: int,
+    protection: Protection = NO_PROTECTION,
     progress: Progress,
     stage: str = "drain",
     expected: Mapping[str, Schema] | None = None,
@@ -329,7 +332,7 @@ def read_window(
             check_columns(relation)  # before its rows are put beside our columns, which are found there by name
         return relation
 
-    decoder = Decoder(wanted, start_lsn, start_lsn, largest_row=largest_row)
+    decoder = Decoder(wanted, start_lsn, start_lsn, largest_row=largest_row, protection=protection)
     consumer = _Consumer(decoder, lake, locations, (start_lsn, end_lsn), memory_budget, expected or {}, portions)
     consumer.start()
     broken: SourceUnavailable | ChangeNotSent | None = None

@@ -25,6 +25,7 @@ from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.stream import ReplicationStream
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn, window_key
+from pgwal_pipeline.values.protection import NO_PROTECTION, Protection
 from pgwal_pipeline.values.relation import Relation, TableName
 from pgwal_pipeline.values.xid import Snapshot
 
@@ -75,11 +76,12 @@ def read_from(
         stream,
         ctx.ledger.lake,
         Locations.of(ctx.ledger.tables()),
-        describe_on(ctx.conn),
+        describe_on(ctx.conn, ctx.settings.protection),
         start_lsn=limits[0],
         end_lsn=limits[1],
         memory_budget=memory_budget,
         largest_row=ctx.settings.largest_row,
+        protection=ctx.settings.protection,
         progress=ctx.progress,
         stage=stage,
         expected=expected,
@@ -119,7 +121,7 @@ def review(
     `ended` sees every transaction that committed before the windows' end, and maybe some that committed just after it. It is None if the
     stream goes on, since it may then still have the message that explains a change.
     """
-    found = catalog_entries(ctx.conn, ctx.settings.publication)
+    found = catalog_entries(ctx.conn, ctx.settings.publication, ctx.settings.protection)
     rewrites = ctx.settings.on_rewrite == "resnapshot"
     news = review_tables(ctx.ledger, before, found, facts, ended, next_xid(ctx.conn), rewrites=rewrites)
     for table, reason in news.items():
@@ -235,12 +237,16 @@ def slot_stream(settings: Settings, start_lsn: int, server_version: int) -> Repl
             time.sleep(0.1)
 
 
-def describe_on(conn: Connection) -> Callable[[RelationMessage], Relation]:
-    """Return a function that reads a Relation message's table from the catalog, on `conn`, from any thread."""
+def describe_on(conn: Connection, protection: Protection = NO_PROTECTION) -> Callable[[RelationMessage], Relation | None]:
+    """Return a function that reads a Relation message's table from the catalog, on `conn`, from any thread.
+
+    It returns the table as its options make it, and None for a table that these do not fit.
+    """
     lock = threading.Lock()
 
-    def describe(message: RelationMessage) -> Relation:
+    def describe(message: RelationMessage) -> Relation | None:
         with lock:
-            return catalog.describe(conn, message)
+            found = catalog.describe(conn, message)
+        return None if protection.misused(found) is not None else protection.relation(found)
 
     return describe

@@ -1,15 +1,13 @@
 """Find the source's tables that our publication may hold, and the reasons why others must be left out."""
 
-import fnmatch
-import glob
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psycopg2
 
 from pgwal_pipeline.postgres.catalog import IDENTITY_INDEX_SQL, PRIMARY_KEY_SQL, Connection
 from pgwal_pipeline.postgres.dsn import translate
+from pgwal_pipeline.values.globs import matcher
 from pgwal_pipeline.values.relation import TableName, quote_ident
 
 _FIRST_USER_OID = 16384
@@ -20,7 +18,8 @@ class Candidate:
     """A user table that the globs match.
 
     `reason` says why our publication must leave the table out, and what to do; None if it may be in. `owned`: whether the connection's role
-    has the rights of the `owner`, without which it cannot add the table to a publication.
+    has the rights of the `owner`, without which it cannot add the table to a publication. `identities` are the columns that an old row has
+    in the WAL, None for all: the table's, or those of each of its partitions.
     """
 
     table: TableName
@@ -28,6 +27,7 @@ class Candidate:
     reason: str | None
     owner: str
     owned: bool
+    identities: tuple[frozenset[str] | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,36 +112,14 @@ def candidate_tables(conn: Connection, globs: str) -> list[Candidate]:
         if row.parent is not None:
             children.setdefault(row.parent, []).append(row)
     matching = {row.oid for row in rows if matches(row.table)}
-    return [
-        Candidate(row.table, row.oid, _reason(row, _leaves(row, children), role, conn.info.server_version), row.owner, row.owned)
-        for row in rows
-        if row.oid in matching and not any(parent in matching for parent in _parents(row, by_oid))
-    ]
-
-
-def matcher(globs: str) -> Callable[[TableName], bool]:
-    """Return a function that says whether `globs` (as in PGWAL_TABLES) match a table."""
-    patterns = [_parts(part) for part in _split(globs)]
-
-    def matches(table: TableName) -> bool:
-        return any(fnmatch.fnmatchcase(table.schema, schema) and fnmatch.fnmatchcase(table.name, name) for schema, name in patterns)
-
-    return matches
-
-
-def _split(globs: str) -> Iterable[str]:
-    """Split a list of globs; a comma inside double quotes is part of a name."""
-    return (part.strip() for part in re.findall(r'(?:"(?:[^"]|"")*"|[^",])+', globs) if part.strip())
-
-
-def _parts(pattern: str) -> tuple[str, str]:
-    match = re.fullmatch(r'("(?:[^"]|"")*"|[^."]+)\.(.+)', pattern, re.DOTALL)
-    if match is None:
-        return pattern, "*"
-    schema, name = (
-        glob.escape(part[1:-1].replace('""', '"')) if re.fullmatch(r'".*"', part, re.DOTALL) else part for part in match.groups()
-    )
-    return schema, name
+    found = []
+    for row in rows:
+        if row.oid in matching and not any(parent in matching for parent in _parents(row, by_oid)):
+            leaves = _leaves(row, children)
+            reason = _reason(row, leaves, role, conn.info.server_version)
+            identities = tuple({each.carried for each in (row, *leaves)})
+            found.append(Candidate(row.table, row.oid, reason, row.owner, row.owned, identities))
+    return found
 
 
 def _parents(row: _Row, by_oid: dict[int, _Row]) -> Iterable[int]:

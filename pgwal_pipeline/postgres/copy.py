@@ -84,14 +84,16 @@ class TableBusy(SourceUnavailable):
 def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> Iterator[ChunkBounds]:
     """Cut a table into ranges of its key with about `rows_per_chunk` rows each, in the key's order; together they cover every key.
 
-    The first range has no lower bound, the last no upper one. A table that seems smaller than a chunk, or has no index in its key's order,
-    is one chunk. Each bound costs a walk along the index over one chunk, and is queried when the iterator gets to it. A table without a
-    key is cut into ranges of blocks, to be read under one snapshot (`exported_snapshot`); on a standby, which exports none, it is one
-    chunk. `conn` must not be inside a transaction. Raises TableError if the role may not read the table, TableChanged if it differs
-    from `relation`, TableLocked if it is locked for a minute, and for other errors the one that `dsn.translate` returns.
+    The first range has no lower bound, the last no upper one. A table that seems smaller than a chunk, has no index in its key's order, or
+    has a protected key is one chunk. Each bound costs a walk along the index over one chunk, and is queried when the iterator gets to it. A
+    table without a key is cut into ranges of blocks, to be read under one snapshot (`exported_snapshot`); on a standby, which exports none,
+    it is one chunk. `conn` must not be inside a transaction. Raises TableError if the role may not read the table, TableChanged if it
+    differs from `relation`, TableLocked if it is locked for a minute, and for other errors the one that `dsn.translate` returns.
     """
     lower = None
-    if not relation.key:
+    if relation.hides_key:
+        pass  # the bounds would be written down: the table is one chunk
+    elif not relation.key:
         for block in _block_bounds(conn, relation, rows_per_chunk):
             upper = (f"({block},0)",)
             yield ChunkBounds(lower, upper)
@@ -252,6 +254,8 @@ class ChunkReader:
         except psycopg2.Error as error:
             if self._together and isinstance(error, errors.LockNotAvailable):
                 raise TableBusy(f"Table {relation.table} is locked; it is read by itself.") from error
+            if relation.is_protected:  # its message, and what it has besides, may show values
+                raise _guarded_error(error, relation, conn) from None
             raise _read_error(error, relation, conn) from error
         return ChunkRead(self._snapshot, rows, size, lsn)
 
@@ -331,7 +335,7 @@ def _fields(conn: Connection, relation: Relation, binary: Collection[int]) -> li
         value = quote_ident(column.name)
         # Polymorphic output functions such as enum_out do not accept a domain as its base type.
         typed = f"{value}::{type_name}" if stored[column.name][0] != column.type.oid else value
-        if column.type.oid in binary or column.type.oid in _TEXTUAL:
+        if (column.type.oid in binary and column.protection is None) or column.type.oid in _TEXTUAL:
             fields.append(typed)
             continue
         text = f"pg_catalog.textin({quote_ident(schema)}.{quote_ident(function)}({typed}))"
@@ -470,6 +474,21 @@ def _read_error(error: psycopg2.Error, relation: Relation, conn: Connection) -> 
         return found
     # The statement reads only this table, so the cause is there: a damaged block, a row too large for the source, a function that fails.
     return TableError(str(table), f"{found} Fix it there, then run `pgwal resnapshot '{table}'`.", relation.oid, "read")
+
+
+def _guarded_error(error: psycopg2.Error, relation: Relation, conn: Connection) -> PgwalError:
+    """Return the error of a table with protected columns, without what the source says if that may be about a value."""
+    told = (errors.InsufficientPrivilege, *_ALTERED, errors.LockNotAvailable)
+    if not error.pgcode or error.pgcode[:2] in ("08", "40", "53", "55", "57", "58") or isinstance(error, told):
+        return _read_error(error, relation, conn)
+    table = relation.table
+    return TableError(
+        str(table),
+        f"The source refused while reading table {table} (error {error.pgcode}; what it says may hold values of protected columns, and is "
+        f"not shown). Read the table there to see it, correct it, then run `pgwal resnapshot '{table}'`.",
+        relation.oid,
+        "read",
+    )
 
 
 def _hidden_rows(relation: Relation, conn: Connection) -> TableError:

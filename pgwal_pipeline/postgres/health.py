@@ -13,6 +13,7 @@ from pgwal_pipeline.postgres import blockers, positions, publication
 from pgwal_pipeline.postgres.candidates import candidate_tables
 from pgwal_pipeline.postgres.catalog import tables_of
 from pgwal_pipeline.postgres.dsn import connect, describe_dsn, replication_connection, translate
+from pgwal_pipeline.postgres.publication_shape import EVERYTHING, Wanted
 from pgwal_pipeline.postgres.slot_state import Connection, SlotState, inspect, require_usable
 from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import Relation, TableName, quote_ident
@@ -34,14 +35,15 @@ class Check:
     mend: str | None = None
 
 
-def doctor_checks(dsn: str, *, slot: str, publication: str, globs: str) -> list[Check]:
+def doctor_checks(dsn: str, *, slot: str, publication: str, globs: str, wanted: Wanted = EVERYTHING) -> list[Check]:
     """Check everything that the pipeline needs of this source. Raises nothing for what it finds; stops if the source cannot be reached.
 
-    `slot` and `publication` are names and need not exist yet; `globs` is as in PGWAL_TABLES.
+    `slot` and `publication` are names and need not exist yet; `globs` is as in PGWAL_TABLES, `wanted` what is
+    wanted of the tables.
     """
     try:
         with closing(connect(dsn)) as conn:
-            source = _Source(conn, dsn, slot, publication, globs)
+            source = _Source(conn, dsn, slot, publication, globs, wanted)
             version = conn.info.server_version
             found = f"{describe_dsn(dsn)}, Postgres {version // 10000}.{version % 10000}"
             if version < OLDEST_VERSION:
@@ -58,6 +60,7 @@ class _Source:
     slot: str
     publication: str
     globs: str
+    wanted: Wanted
 
     def value(self, expression: str, *params: Any) -> Any:
         rows = self.conn.execute(f"SELECT {expression}".encode(), params or None).fetchall()
@@ -179,7 +182,7 @@ def _publication(source: _Source) -> Check:
     count = len(tables_of(source.conn, name))
     found = f"publication {name} is {'ours' if ours else 'not ours and used as it is'}, with {_counted(count, 'table')}"
     if ours:
-        refusal = publication.refusal(source.conn, name, source.globs)
+        refusal = publication.refusal(source.conn, name, source.globs, source.wanted)
         if refusal is not None:
             return Check("publication", False, refusal, _DO_AS_IT_SAYS)
         return Check("publication", True, found)
@@ -204,7 +207,7 @@ def _publication_to_make(source: _Source) -> Check:
     lacks = [] if may_create else [f"has no CREATE on database {database}"]
     if barred:
         lacks.append(f"does not own {_listed([candidate.table for candidate in barred])}")
-    statement = publication.creation_sql(source.conn, name, source.globs)
+    statement = publication.creation_sql(source.conn, name, source.globs, source.wanted)
     if source.standby:
         return Check(
             "publication", False, f"there is no publication {name}, and none can be made on a standby", f"Run on the primary: {statement}"

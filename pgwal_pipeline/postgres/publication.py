@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import psycopg2
 from psycopg2 import errors
 
-from pgwal_pipeline.messages.errors import SourceRefused
+from pgwal_pipeline.messages.errors import SettingError, SourceRefused
 from pgwal_pipeline.postgres.candidates import Candidate, candidate_tables
 from pgwal_pipeline.postgres.catalog import Connection, tables_of
 from pgwal_pipeline.postgres.dsn import translate
+from pgwal_pipeline.postgres.publication_shape import EVERYTHING, Shapes, Wanted, reshaped, shapes
 from pgwal_pipeline.values.relation import TableName, quote_ident
 
 COMMENT = "managed by pgwal_pipeline"
@@ -19,6 +20,7 @@ COMMENT = "managed by pgwal_pipeline"
 _LOCK_TIMEOUT = "5s"
 _LOCK_TIMEOUT_EACH = "2s"  # for each table added or dropped singly because one was locked; longer than autovacuum takes to give way
 _TABLES_SHOWN = 20
+_OF_EXPRESSIONS = ("42", "22", "0A")  # classes of errors that a row filter meets; that a right is lacking is found before
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,8 @@ class Publication:
     """A publication as `ensure` leaves it.
 
     `tables` are those that it holds, `added` those that this call added, `skipped` those that the globs match but that it must leave out,
-    with the reason (always empty if it is not ours). `joined_xid` is set if `added` is not empty: transactions that wrote to an added
+    with the reason (always empty if it is not ours). `unshaped` are tables of ours that were locked, so that what is sent of them could not
+    be altered as their options have it. `joined_xid` is set if `added` is not empty: transactions that wrote to an added
     table before it was published have a lower xid, so once no transaction below it runs, all of them have ended.
     """
 
@@ -37,6 +40,7 @@ class Publication:
     added: tuple[TableName, ...]
     skipped: dict[TableName, str]
     joined_xid: int | None = None
+    unshaped: frozenset[TableName] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,10 @@ class _Found:
     in_step: bool
 
 
-def ensure(conn: Connection, name: str, globs: str) -> Publication:
+def ensure(conn: Connection, name: str, globs: str, wanted: Wanted = EVERYTHING) -> Publication:
     """Create the publication, or bring ours in step with `globs` (as in PGWAL_TABLES); leave one that is not ours as it is.
+
+    `wanted` says what is sent of each table.
 
     A failure leaves the source as it was. A table that the role does not own, and so may not add, is an error when the publication is
     created; later it is skipped with that reason, so that somebody's new table does not stop the others. A table that stays locked for some
@@ -61,9 +67,21 @@ def ensure(conn: Connection, name: str, globs: str) -> Publication:
     `conn` must not be inside a transaction.
     """
     try:
-        return _ensure(conn, name, globs)
+        return _ensure(conn, name, globs, wanted)
     except psycopg2.Error as error:
+        filtered = [glob for glob, given in wanted.options.rules if dict(given).get("rows")]
+        if filtered and (error.pgcode or "")[:2] in _OF_EXPRESSIONS and not isinstance(error, errors.InsufficientPrivilege):
+            said = (error.diag.message_primary or "").rstrip(".")
+            raise SettingError(
+                f"PGWAL_TABLE_OPTIONS has an option rows (of {', '.join(filtered)}) that the source does not take as a row filter: {said}."
+            ) from error
         raise translate(error, f"bringing publication {name} in step with PGWAL_TABLES") from error
+
+
+def is_ours_to_make(conn: Connection, name: str) -> bool:
+    """Return whether the publication is ours, or there is none yet."""
+    found = _find(conn, name)
+    return found is None or found.ours
 
 
 def oid(conn: Connection, name: str) -> int | None:
@@ -87,23 +105,23 @@ def drop(conn: Connection, name: str) -> bool:
     return True
 
 
-def creation_sql(conn: Connection, name: str, globs: str) -> str:
+def creation_sql(conn: Connection, name: str, globs: str, wanted: Wanted = EVERYTHING) -> str:
     """Return the statement with which an owner of all tables, or a superuser, creates the publication as `ensure` would (for `doctor`)."""
-    tables = [candidate.table for candidate in candidate_tables(conn, globs) if candidate.reason is None]
-    return _create(name, tables, conn.info.server_version)
+    found = [candidate for candidate in candidate_tables(conn, globs) if candidate.reason is None]
+    return _create(name, [candidate.table for candidate in found], conn.info.server_version, shapes(conn, found, wanted))
 
 
-def refusal(conn: Connection, name: str, globs: str) -> str | None:
+def refusal(conn: Connection, name: str, globs: str, wanted: Wanted = EVERYTHING) -> str | None:
     """Return why `ensure` would refuse to bring ours in step, with the SQL for its owner; None if it would not. Changes nothing."""
     found = _find(conn, name)
     if found is None or not found.ours:
         return None
-    wanted = {candidate.oid: candidate for candidate in candidate_tables(conn, globs) if candidate.reason is None}
-    _, statements = _alterations(conn, name, found, wanted)
+    candidates = {candidate.oid: candidate for candidate in candidate_tables(conn, globs) if candidate.reason is None}
+    _, _, statements = _alterations(conn, name, found, candidates, shapes(conn, candidates.values(), wanted), wanted)
     return _refusal(conn, name, found, "; ".join(statements))
 
 
-def _ensure(conn: Connection, name: str, globs: str) -> Publication:
+def _ensure(conn: Connection, name: str, globs: str, wanted: Wanted) -> Publication:
     with conn.transaction():
         if not _standby(conn):
             # Without the lock, two runs at once would both create it. The lock is per database, as the publication is.
@@ -113,30 +131,45 @@ def _ensure(conn: Connection, name: str, globs: str) -> Publication:
         if found is not None and not found.ours:
             return Publication(name, found.oid, False, tuple(relation.table for relation in tables_of(conn, name)), (), {})
         candidates = candidate_tables(conn, globs)
-        skipped = {candidate.table: candidate.reason for candidate in candidates if candidate.reason is not None}
-        wanted = {candidate.oid: candidate for candidate in candidates if candidate.reason is None}
+        skipped = {
+            candidate.table: reason
+            for candidate in candidates
+            if (reason := candidate.reason or wanted.barred.get(candidate.table)) is not None
+        }
+        joinable = {candidate.oid: candidate for candidate in candidates if candidate.table not in skipped}
+        shaped = shapes(conn, joinable.values(), wanted)
+        unshaped: list[TableName] = []
         if found is None:
-            _require_creation(conn, name, list(wanted.values()))
-            tables = _made(conn, name, [candidate.table for candidate in wanted.values()], skipped)
+            _require_creation(conn, name, list(joinable.values()), shaped)
+            tables = _made(conn, name, [candidate.table for candidate in joinable.values()], skipped, shaped)
             _run(conn, f"COMMENT ON PUBLICATION {quote_ident(name)} IS '{COMMENT}'")
             found = _find(conn, name)
             assert found is not None
             added = tables
         else:
-            added = _alter(conn, name, found, wanted, skipped)
+            added = _alter(conn, name, found, joinable, skipped, shaped, wanted, unshaped)
             tables = tuple(sorted(_held(conn, found.oid).values()))
+        barred = _drop_unsound(conn, name, found.oid, joinable, skipped) if shaped else frozenset()
+        added, tables = (tuple(table for table in some if table not in barred) for some in (added, tables))
     joined_xid = None
     if added:
         # Read after the commit: transactions that ran at that moment have a lower xid.
         joined_xid = conn.execute("SELECT pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint").fetchall()[0][0]
-    return Publication(name, found.oid, True, tables, added, skipped, joined_xid)
+    return Publication(name, found.oid, True, tables, added, skipped, joined_xid, frozenset(unshaped))
 
 
 def _alter(
-    conn: Connection, name: str, found: _Found, wanted: dict[int, Candidate], skipped: dict[TableName, str]
+    conn: Connection,
+    name: str,
+    found: _Found,
+    joinable: dict[int, Candidate],
+    skipped: dict[TableName, str],
+    shaped: Shapes,
+    wanted: Wanted,
+    unshaped: list[TableName],
 ) -> tuple[TableName, ...]:
-    """Bring ours in step, and return the tables added. Tables that cannot be added are put in `skipped`."""
-    joining, statements = _alterations(conn, name, found, wanted)
+    """Bring ours in step, and return the tables added. Those that cannot be added go into `skipped`, those not altered into `unshaped`."""
+    joining, reshaping, statements = _alterations(conn, name, found, joinable, shaped, wanted)
     refused = _refusal(conn, name, found, _shown("; ".join(statements)))
     if refused is not None:
         raise SourceRefused(refused)
@@ -152,37 +185,74 @@ def _alter(
             for statement in statements:
                 _run(conn, statement)
     except errors.LockNotAvailable:
-        leaving = [table for oid, table in _held(conn, found.oid).items() if oid not in wanted]
-        _one_by_one(conn, name, "DROP", leaving, {})  # a table that cannot be dropped now is still followed
+        leaving = [table for oid, table in _held(conn, found.oid).items() if oid not in joinable]
+        _one_by_one(conn, [(table, [_dropping(name, [table])]) for table in leaving], {})  # one that stays is still followed
         if not found.in_step:
             _run(conn, _in_step(name, conn.info.server_version))
-        return _one_by_one(conn, name, "ADD", owned, skipped)
+        again = [(table, [_dropping(name, [table]), _adding(name, [table], shaped)]) for table in reshaping]
+        unshaped += set(reshaping).difference(_one_by_one(conn, again, {}))
+        return _one_by_one(conn, [(table, [_adding(name, [table], shaped)]) for table in owned], skipped)
     return tuple(owned)
 
 
-def _made(conn: Connection, name: str, tables: list[TableName], skipped: dict[TableName, str]) -> tuple[TableName, ...]:
+def _made(conn: Connection, name: str, tables: list[TableName], skipped: dict[TableName, str], shaped: Shapes) -> tuple[TableName, ...]:
     """Create the publication, and return the tables that it holds. Tables that are locked are put in `skipped`."""
     try:
         with conn.transaction():
-            _run(conn, _create(name, tables, conn.info.server_version))
+            _run(conn, _create(name, tables, conn.info.server_version, shaped))
     except errors.LockNotAvailable:
-        _run(conn, _create(name, (), conn.info.server_version))
-        return _one_by_one(conn, name, "ADD", tables, skipped)
+        _run(conn, _create(name, (), conn.info.server_version, {}))
+        return _one_by_one(conn, [(table, [_adding(name, [table], shaped)]) for table in tables], skipped)
     return tuple(tables)
 
 
-def _one_by_one(conn: Connection, name: str, verb: str, tables: list[TableName], skipped: dict[TableName, str]) -> tuple[TableName, ...]:
-    """Add (`ADD`) or remove (`DROP`) tables one by one, and return them. Tables that stay locked are put in `skipped`."""
+def _one_by_one(conn: Connection, work: list[tuple[TableName, list[str]]], skipped: dict[TableName, str]) -> tuple[TableName, ...]:
+    """Run the statements of each table by themselves, and return the tables. Those that stay locked are put in `skipped`."""
     _run(conn, f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT_EACH}'")
     done = []
-    for table in tables:
+    for table, statements in work:
         try:
             with conn.transaction():
-                _run(conn, f"ALTER PUBLICATION {quote_ident(name)} {verb} TABLE {_table_list([table])}")
+                for statement in statements:
+                    _run(conn, statement)
             done.append(table)
         except errors.LockNotAvailable:
             skipped[table] = f"{_holders(conn, table)} a lock on it, so it could not be published yet; the next run tries again"
     return tuple(done)
+
+
+def _drop_unsound(
+    conn: Connection, name: str, oid: int, joinable: dict[int, Candidate], skipped: dict[TableName, str]
+) -> frozenset[TableName]:
+    """Take out tables whose row filter would make their own UPDATE and DELETE fail, and put them in `skipped`.
+
+    Nobody else has seen them in the publication yet, or their writes fail already.
+    """
+    rows = conn.execute(
+        """SELECT f.relid, pg_catalog.array_agg(DISTINCT a.attname::text) FROM (
+               SELECT r.prrelid AS relid, (pg_catalog.regexp_matches(r.prqual::text, ':varattno ([0-9]+)', 'g'))[1]::int2 AS number
+               FROM pg_catalog.pg_publication_rel r WHERE r.prpubid = %s AND r.prqual IS NOT NULL) f
+           JOIN pg_catalog.pg_attribute a ON a.attrelid = f.relid AND a.attnum = f.number
+           GROUP BY 1""",
+        [oid],
+    ).fetchall()
+    gone = []
+    for relid, columns in rows:
+        candidate = joinable.get(relid)
+        lacking = (
+            set()
+            if candidate is None
+            else {column for identity in candidate.identities if identity is not None for column in columns if column not in identity}
+        )
+        if candidate is not None and lacking:
+            gone.append(candidate.table)
+            skipped[candidate.table] = (
+                f"its option rows uses column {quote_ident(min(lacking))}, which is not part of its replica identity: once published, its "
+                f"UPDATE and DELETE would fail; run ALTER TABLE {candidate.table} REPLICA IDENTITY FULL"
+            )
+    if gone:
+        _run(conn, _dropping(name, gone))
+    return frozenset(gone)
 
 
 def _holders(conn: Connection, table: TableName) -> str:
@@ -197,21 +267,35 @@ def _holders(conn: Connection, table: TableName) -> str:
     return f"pid {', '.join(str(pid) for (pid,) in pids)} holds" if pids else "somebody holds"
 
 
-def _alterations(conn: Connection, name: str, found: _Found, wanted: dict[int, Candidate]) -> tuple[list[Candidate], list[str]]:
-    """Return the tables that ours lacks, and the statements to bring it in step; these leave out tables that the role does not own."""
+def _alterations(
+    conn: Connection, name: str, found: _Found, joinable: dict[int, Candidate], shaped: Shapes, wanted: Wanted
+) -> tuple[list[Candidate], list[TableName], list[str]]:
+    """Return the tables that ours lacks, those of which something else is to be sent, and the statements to bring it in step.
+
+    The statements leave out tables that the role does not own.
+    """
     held = _held(conn, found.oid)
-    leaving = [table for oid, table in held.items() if oid not in wanted]
-    joining = [candidate for oid, candidate in wanted.items() if oid not in held]
-    publication = quote_ident(name)
+    leaving = [table for oid, table in held.items() if oid not in joinable]
+    joining = [candidate for oid, candidate in joinable.items() if oid not in held]
+    reshaping = reshaped(conn, found.oid, [candidate for oid, candidate in joinable.items() if oid in held], shaped, wanted)
+    foreign = {candidate.table: candidate.owner for candidate in joinable.values() if not candidate.owned}
+    for table in reshaping:
+        if table in foreign and wanted.options.of(table).rows is not None:
+            role = _role(conn)
+            raise SourceRefused(
+                f"Role {role} does not own {table}, so what publication {name} sends of it cannot be altered to its option rows; "
+                f"run GRANT {quote_ident(foreign[table])} TO {quote_ident(role)}."
+            )
+    reshaping = [table for table in reshaping if table not in foreign]  # an excluded column that is sent is dropped where it arrives
     statements = []
-    if leaving:
-        statements.append(f"ALTER PUBLICATION {publication} DROP TABLE {_table_list(leaving)}")
+    if leaving or reshaping:
+        statements.append(_dropping(name, [*leaving, *reshaping]))
     if not found.in_step:
         statements.append(_in_step(name, conn.info.server_version))
-    owned = [candidate.table for candidate in joining if candidate.owned]
-    if owned:
-        statements.append(f"ALTER PUBLICATION {publication} ADD TABLE {_table_list(owned)}")
-    return joining, statements
+    adding = [*reshaping, *(candidate.table for candidate in joining if candidate.owned)]
+    if adding:
+        statements.append(_adding(name, adding, shaped))
+    return joining, reshaping, statements
 
 
 def _refusal(conn: Connection, name: str, found: _Found, statements: str) -> str | None:
@@ -230,8 +314,8 @@ def _refusal(conn: Connection, name: str, found: _Found, statements: str) -> str
     return None
 
 
-def _require_creation(conn: Connection, name: str, wanted: list[Candidate]) -> None:
-    statement = _create(name, [candidate.table for candidate in wanted], conn.info.server_version)
+def _require_creation(conn: Connection, name: str, wanted: list[Candidate], shaped: Shapes) -> None:
+    statement = _create(name, [candidate.table for candidate in wanted], conn.info.server_version, shaped)
     if _standby(conn):
         raise SourceRefused(
             f"There is no publication {name}, and the source is a standby, where none can be made; on its primary run {_shown(statement)}."
@@ -255,9 +339,17 @@ def _require_creation(conn: Connection, name: str, wanted: list[Candidate]) -> N
     )
 
 
-def _create(name: str, tables: list[TableName] | tuple[TableName, ...], server_version: int) -> str:
-    listed = f" FOR TABLE {_table_list(tables)}" if tables else ""
+def _create(name: str, tables: list[TableName] | tuple[TableName, ...], server_version: int, shaped: Shapes) -> str:
+    listed = f" FOR TABLE {_table_list(tables, shaped)}" if tables else ""
     return f"CREATE PUBLICATION {quote_ident(name)}{listed} WITH ({_options(server_version)})"
+
+
+def _adding(name: str, tables: list[TableName], shaped: Shapes) -> str:
+    return f"ALTER PUBLICATION {quote_ident(name)} ADD TABLE {_table_list(tables, shaped)}"
+
+
+def _dropping(name: str, tables: list[TableName]) -> str:
+    return f"ALTER PUBLICATION {quote_ident(name)} DROP TABLE {_table_list(tables, {})}"
 
 
 def _in_step(name: str, server_version: int) -> str:
@@ -269,9 +361,9 @@ def _options(server_version: int) -> str:
     return f"publish = 'insert, update, delete, truncate', publish_via_partition_root = true{generated}"
 
 
-def _table_list(tables: list[TableName] | tuple[TableName, ...]) -> str:
+def _table_list(tables: list[TableName] | tuple[TableName, ...], shaped: Shapes) -> str:
     # ONLY: tables that inherit from one of these are separate tables. For a partitioned table it changes nothing.
-    return ", ".join(f"ONLY {table}" for table in tables)
+    return ", ".join(f"ONLY {table}{shaped[table].sql if table in shaped else ''}" for table in tables)
 
 
 def _shown(statement: str) -> str:

@@ -69,12 +69,16 @@ class PgType:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A published column. `identity`: whether it is part of the replica identity, so that old rows have its value."""
+    """A published column. `identity`: whether it is part of the replica identity, so that old rows have its value.
+
+    `protection` says how its values are protected before anything is written (`values.protection`); None if they arrive as they are.
+    """
 
     name: str
     type: PgType
     identity: bool = False
     nullable: bool = True
+    protection: str | None = None
 
 
 ReplicaIdentity = Literal["d", "n", "f", "i"]
@@ -97,3 +101,13 @@ class Relation:
     @property
     def column_names(self) -> tuple[str, ...]:
         return tuple(column.name for column in self.columns)
+
+    @property
+    def hides_key(self) -> bool:
+        """Whether the values of a key column are protected, so that the source's own must not be written anywhere."""
+        return any(column.protection is not None and column.name in self.key for column in self.columns)
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether the values of some column here are protected. Columns that are left out do not show here."""
+        return any(column.protection is not None for column in self.columns)

@@ -3,7 +3,7 @@
 import json
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ import dagster as dg
 import pytest
 import yaml
 
+from pgwal_pipeline import known_tables
 from pgwal_pipeline.known_tables import KnownColumn, KnownTable
+from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.shared_spark import PARTS
 
@@ -55,6 +57,13 @@ def project(
         sys.path.remove(str(folder))
         for name in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:
             del sys.modules[name]
+
+
+def remember(tables: Iterable[KnownTable], **settings: Any) -> None:
+    """Make DAGSTER_HOME know the tables of a source, as after a load that reached it. `settings` stand over those of the environment."""
+    path = known_tables.state_path(Settings.from_environment(**settings))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(known_tables.dump(tables), encoding="utf-8")
 
 
 def table(text: str, *columns: str, key: tuple[str, ...] = ("id",)) -> KnownTable:

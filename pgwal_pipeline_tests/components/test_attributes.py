@@ -4,11 +4,13 @@ import dagster as dg
 import pytest
 from jsonschema import Draft202012Validator
 
-from pgwal_pipeline.components.attributes import MEANINGS, shown_default
+from pgwal_pipeline.components.attributes import MEANINGS, given_settings, shown_default
 from pgwal_pipeline.components.cdc import PostgresCdcComponent
 from pgwal_pipeline.messages.errors import SettingError
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.translator import PgwalTranslator
+from pgwal_pipeline.values.relation import TableName
+from pgwal_pipeline.values.table_options import Options
 from pgwal_pipeline_tests.project.guides import names, read, tables
 
 pytestmark = pytest.mark.usefixtures("no_settings")
@@ -27,6 +29,9 @@ FITTING: dict[str, Any] = {
     "spark_remote": "sc://host:15002",
     "spark_conf": {"spark.driver.memory": "4g"},
     "spark_catalog": "spark_catalog.lake_{schema}",
+    "tables": {"shop.*": {"exclude": ["ssn"]}},
+    "table_options": {"shop.*": {"mask": {"phone": "last4"}}},
+    "hash_key": "{{ env.HASH_KEY }}",
 }
 WRONG: dict[str, Any] = {
     "lag_threshold": "16 potatoes",
@@ -138,3 +143,13 @@ def test_a_template_that_gives_nothing_is_no_default(monkeypatch: pytest.MonkeyP
         assert made._settings.without_source().slot == "pgwal"
         with pytest.raises(SettingError, match="NOT_THERE is not set; it takes the source's libpq string"):
             made._settings.whole()
+
+
+@pytest.mark.parametrize("name", ["tables", "table_options"])
+def test_options_of_tables(name: str) -> None:
+    given = given_settings({name: {"shop.*": {"exclude": ["ssn"], "hash": ["email"]}}, "hash_key": "k"}).without_source()
+    assert given.table_options.of(TableName("shop", "x")) == Options(("ssn",), ("email",))
+    assert given.tables == "*.*"
+    assert given_settings({"tables": "shop.*"}).without_source().tables == "shop.*"
+    with pytest.raises(SettingError, match="PGWAL_TABLE_OPTIONS gives a.b the option 'excluded'"):
+        given_settings({name: {"a.b": {"excluded": []}}}).without_source()

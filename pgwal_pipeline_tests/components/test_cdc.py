@@ -4,14 +4,16 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from pgwal_pipeline import build_cdc_definitions, known_tables
+from pgwal_pipeline import build_cdc_definitions, known_tables, wal_windows
 from pgwal_pipeline.asset_specs import AssetNames, Layer
 from pgwal_pipeline.components.cdc import PostgresCdcComponent
 from pgwal_pipeline.components.environment import DSN_VARIABLE
+from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import SettingError
+from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.translator import CdcTable, PgwalTranslator
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline_tests.components.projects import project
+from pgwal_pipeline_tests.components.projects import project, remember, table
 from pgwal_pipeline_tests.support import Source
 
 pytestmark = pytest.mark.usefixtures("no_settings")
@@ -41,8 +43,8 @@ def test_the_assets_of_a_source(source: Source, tmp_path: Path, monkeypatch: pyt
         }
         assert job_names(definitions) == JOBS
         repository = definitions.get_repository_def()
-        assert {sensor.name for sensor in repository.sensor_defs} == {"wal_lag", "new_tables"}
-        assert {schedule.name for schedule in repository.schedule_defs} == {"hourly_sync", "nightly_maintenance"}
+        assert {sensor.name for sensor in repository.sensor_defs} == {"wal_lag", "new_tables", "maintenance_need"}
+        assert {schedule.name for schedule in repository.schedule_defs} == {"hourly_sync"}
         names = AssetNames("pgwal")
         orders = TableName("shop", "orders")
         graph = definitions.resolve_asset_graph()
@@ -78,18 +80,19 @@ def test_checks_of_many_tables_are_not_built_again_for_each(source: Source, tmp_
         assert {name: len(ids) for name, ids in built.items()} == {"health": 1, "equals_source": 1}
 
 
-def test_the_drain_takes_all_tables_or_none(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drain_may_be_selected_by_table(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source.sql("CREATE TABLE a (id int PRIMARY KEY)")
     source.sql("CREATE TABLE b (id int PRIMARY KEY)")
     monkeypatch.setenv(DSN_VARIABLE, source.dsn)
     with project(tmp_path, {"cdc": {}}) as definitions:
-        names = AssetNames("pgwal")
-        drain = definitions.resolve_assets_def(names.raw(TableName("public", "a")))
-        assert drain.keys == {names.raw(TableName("public", "a")), names.raw(TableName("public", "b"))}
-        assert not drain.can_subset
-        assert all(out.is_required for out in drain.op.output_defs)
-        with pytest.raises(Exception, match="can_subset=False"):
-            drain.subset_for({names.raw(TableName("public", "a"))}, None)
+        a, b = (AssetNames("pgwal").raw(TableName("public", name)) for name in ("a", "b"))
+        drain = definitions.resolve_assets_def(a)
+        assert drain.keys == {a, b}
+        assert drain.subset_for({a}, None).keys == {a}
+        assert {spec.key: spec.partitions_def for spec in drain.specs} == {
+            a: wal_windows(table="public.a"),
+            b: wal_windows(table="public.b"),
+        }
 
 
 def test_with_neither_source_nor_state_everything_loads_without_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +146,10 @@ def test_two_sources_stand_side_by_side(source: Source, tmp_path: Path, monkeypa
         raw, shop_raw = dg.AssetKey(["raw", "public", "a"]), dg.AssetKey(["shop", "raw", "public", "a"])
         assert graph.get(raw).metadata["dagster/uri"] != graph.get(shop_raw).metadata["dagster/uri"]
         windows = {graph.get(key).partitions_def for key in (raw, shop_raw)}
-        assert {made.name for made in windows if isinstance(made, dg.DynamicPartitionsDefinition)} == {"wal_windows", "shop_wal_windows"}
+        assert {made.name for made in windows if isinstance(made, dg.DynamicPartitionsDefinition)} == {
+            "wal_windows/public.a",
+            "shop_wal_windows/public.a",
+        }
         assert definitions.resolve_job_def("sync").run_tags == {"pgwal/slot": "pgwal"}
         assert definitions.resolve_job_def("shop_sync").run_tags == {"pgwal/slot": "shop.shop"}
         steps = {node.name for name in ("sync", "shop_sync") for node in definitions.resolve_job_def(name).nodes}
@@ -183,15 +189,12 @@ def test_what_a_wrong_attribute_does(tmp_path: Path) -> None:
     assert "PGWAL_SLOT is 'No-Slot', but it takes the replication slot" in str(found.value.__cause__)
 
 
-def test_an_odd_name_changes_nothing_for_its_neighbors(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source.sql("CREATE TABLE plain (id int PRIMARY KEY)")
-    source.sql('CREATE TABLE "Order Lines" (id int PRIMARY KEY)')
-    monkeypatch.setenv(DSN_VARIABLE, source.dsn)
+def test_an_odd_name_changes_nothing_for_its_neighbors(shop: None, tmp_path: Path) -> None:
     with project(tmp_path, {"cdc": {}}) as definitions:
         graph = definitions.resolve_asset_graph()
-        for name in ("plain", "Order Lines"):
-            mappings = graph.get(dg.AssetKey(["current", "public", name])).partition_mappings
-            assert mappings == {dg.AssetKey(["raw", "public", name]): dg.SpecificPartitionsPartitionMapping([])}
+        for name in ("orders", "Order Lines"):
+            mappings = graph.get(dg.AssetKey(["current", "shop", name])).partition_mappings
+            assert mappings == {dg.AssetKey(["raw", "shop", name]): dg.SpecificPartitionsPartitionMapping([])}
 
 
 MEDALS = {
@@ -212,7 +215,7 @@ def check_medals(definitions: dg.Definitions) -> None:
         gold, bronze, snapshot, postgres = (dg.AssetKey([layer, f"shop_{name}"]) for layer in ("gold", "bronze", "snapshot", "source"))
         assert graph.get(gold).parent_keys == {bronze, snapshot}
         assert graph.get(bronze).parent_keys == graph.get(snapshot).parent_keys == {postgres}
-        assert graph.get(bronze).partitions_def == dg.DynamicPartitionsDefinition(name="wal_windows")
+        assert graph.get(bronze).partitions_def == wal_windows(table=str(TableName("shop", name)))
         assert isinstance(graph.get(gold).partition_mappings[bronze], dg.SpecificPartitionsPartitionMapping)
         assert {check.name for check in graph.asset_check_keys if check.asset_key == gold} == {"followed", "equals_source"}
         assert graph.get(gold).group_name == "medals"
@@ -220,20 +223,18 @@ def check_medals(definitions: dg.Definitions) -> None:
         assert graph.get(gold).tags["layer"] == "current"
         assert (graph.get(snapshot).automation_condition is None, graph.get(gold).automation_condition is None) == (False, True)
         assert graph.get(gold).metadata["columns"] == 1
-        assert graph.get(gold).metadata["dagster/uri"].endswith("/current/shop/orders" if name == "orders" else "Order%20Lines")
+        assert graph.get(gold).metadata["dagster/uri"] == Lake(Settings.from_environment().lake).current(TableName("shop", name))
     assert len(list(graph.get_all_asset_keys())) == 9
 
 
 @pytest.fixture
-def shop(source: Source, monkeypatch: pytest.MonkeyPatch) -> Source:
-    source.sql("CREATE SCHEMA shop")
-    source.sql("CREATE TABLE shop.orders (id int PRIMARY KEY)")
-    source.sql('CREATE TABLE shop."Order Lines" (id int PRIMARY KEY)')
-    monkeypatch.setenv(DSN_VARIABLE, source.dsn)
-    return source
+def shop(monkeypatch: pytest.MonkeyPatch, no_settings: None) -> None:
+    """A source that is away, of which two tables are known from last time."""
+    monkeypatch.setenv(DSN_VARIABLE, NOBODY)
+    remember([table("shop.orders"), table('shop."Order Lines"')])
 
 
-def test_a_translation_in_yaml(shop: Source, tmp_path: Path) -> None:
+def test_a_translation_in_yaml(shop: None, tmp_path: Path) -> None:
     with project(tmp_path, {"cdc": {"translation": MEDALS}}) as definitions:
         check_medals(definitions)
 
@@ -255,14 +256,20 @@ class MedalsComponent(PostgresCdcComponent):
         return Medals().get_asset_spec(layer, table)
 
 
-def test_a_translator_in_python(shop: Source, tmp_path: Path) -> None:
+def test_a_translator_in_python(shop: None, tmp_path: Path) -> None:
     check_medals(build_cdc_definitions(translator=Medals()))
     with project(tmp_path, {"cdc": {}}, component=f"{__name__}.MedalsComponent") as definitions:
         check_medals(definitions)
 
 
-def test_python_makes_the_same_definitions(shop: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOP_DSN", shop.dsn)
+def test_one_key_for_two_assets_is_refused(shop: None, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="cdc") as found, project(tmp_path, {"cdc": {"translation": {"key": "{{ table.name }}"}}}):
+        pass
+    assert "the same key, " in str(found.value.__cause__)
+
+
+def test_python_makes_the_same_definitions(shop: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOP_DSN", NOBODY)
     attributes = {"name": "shop", "lake": str(tmp_path / "shop"), "owners": ["team:data"]}
     made = build_cdc_definitions(**attributes, source_dsn=dg.EnvVar("SHOP_DSN"))
     with project(tmp_path, {"shop": attributes | {"source_dsn": "{{ env.SHOP_DSN }}"}}) as definitions:
@@ -273,12 +280,6 @@ def test_python_makes_the_same_definitions(shop: Source, tmp_path: Path, monkeyp
         build_cdc_definitions(slots="a")
     with pytest.raises(SettingError, match="PGWAL_LAG_THRESHOLD is 'much', but it takes a size"):
         build_cdc_definitions(lag_threshold="much")
-
-
-def test_while_the_source_is_down_python_too_has_the_tables_of_last_time(shop: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = keys(build_cdc_definitions())
-    monkeypatch.setattr(known_tables, "fetch", lambda settings: settings.model_copy(update={"source_dsn": None}).dsn)
-    assert keys(build_cdc_definitions()) == before
 
 
 def test_the_password_is_nowhere_in_what_dagster_shows(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ from jsonschema import Draft202012Validator
 from pgwal_pipeline import PostgresCdcComponent
 from pgwal_pipeline.components.scaffolder import CdcScaffolder
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline_tests.components.projects import project
-from pgwal_pipeline_tests.support import Source
+from pgwal_pipeline_tests.components.projects import project, remember, table
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 TYPE = "pgwal_pipeline.PostgresCdcComponent"
@@ -51,10 +50,10 @@ def test_every_setting_is_there_and_fits(tmp_path: Path) -> None:
     assert [found["type"] for found in yaml.safe_load_all((tmp_path / "My Shop/defs.yaml").read_text())] == [TYPE] * 2
 
 
-def test_what_is_scaffolded_loads(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source.sql("CREATE TABLE a (id int PRIMARY KEY)")
-    monkeypatch.setenv("SHOP_DSN", source.dsn)
-    monkeypatch.setenv("CRM_DSN", source.dsn)
+def test_what_is_scaffolded_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("shop", "crm"):
+        monkeypatch.setenv(f"{name.upper()}_DSN", "postgresql://127.0.0.1:1/nowhere")
+        remember([table("public.a")], source_dsn="postgresql://127.0.0.1:1/nowhere", publication=name)
     with project(tmp_path, {"x": {"name": "x", "lake": str(tmp_path / "x")}}):
         (package,) = (path for path in tmp_path.iterdir() if path.name.startswith("project_"))
         for name in ("shop", "crm"):

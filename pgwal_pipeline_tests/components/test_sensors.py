@@ -1,4 +1,5 @@
 import json
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,9 +12,10 @@ import pytest
 
 from pgwal_pipeline.asset_specs import AssetNames, AssetSpecs
 from pgwal_pipeline.components.jobs import Jobs, Steps, build_jobs
+from pgwal_pipeline.components.processes import process_tags
 from pgwal_pipeline.components.requests import SOURCE_READING
 from pgwal_pipeline.components.resources import ReplicationSlot
-from pgwal_pipeline.components.sensors import evaluate_hourly_sync, evaluate_lag, evaluate_new_tables
+from pgwal_pipeline.components.sensors import _Again, evaluate_hourly_sync, evaluate_lag, evaluate_new_tables, watch_lag
 from pgwal_pipeline.components.source import CdcSource
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import SourceUnavailable
@@ -37,7 +39,8 @@ class FakeSlot:
     away: bool = False
     waiting: tuple[TableName, ...] = ()
     older: Mapping[TableName, str] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
+    changed: bool = True
+    looked: list[str] = field(default_factory=list)
 
     def lag(self) -> LagReading:
         if self.away:
@@ -46,6 +49,10 @@ class FakeSlot:
 
     def flushed(self) -> int:
         return self.lag().flush_lsn
+
+    def has_changes(self, since: str) -> bool:
+        self.looked.append(since)
+        return self.changed
 
     def needs_snapshot(self) -> tuple[TableName, ...]:
         return self.waiting
@@ -127,6 +134,70 @@ def test_a_quiet_server_gets_no_runs(ticks: Ticks, slot: FakeSlot) -> None:
         assert "Nothing is unread" in reason(ticks(30))
         # Checkpoints, and what the server logs of itself.
         slot.reading = replace(slot.reading, flush_lsn=slot.reading.flush_lsn + 100, insert_lsn=slot.reading.insert_lsn + 100)
+
+
+def test_a_server_where_only_others_write_gets_no_runs(ticks: Ticks, slot: FakeSlot) -> None:
+    ticks()
+    slot.changed = False
+    for _ in range(100):
+        slot.writes(1)
+        assert "Nothing is unread" in reason(ticks(90))
+    assert slot.looked == ["7:7:"] * 100
+    slot.changed = True
+    slot.writes(1)
+    assert [job for job, *_ in requests(ticks(5))] == ["sync"]
+
+
+def test_a_long_backlog_is_read_without_a_look(ticks: Ticks, slot: FakeSlot) -> None:
+    ticks()
+    slot.changed = False
+    slot.writes(999)
+    assert "Nothing is unread" in reason(ticks(90))
+    slot.writes(1)
+    slot.reading = replace(slot.reading, lag_bytes=32 << 20)
+    assert [job for job, *_ in requests(ticks(5))] == ["sync"]
+    assert len(slot.looked) == 1
+
+
+def test_a_publish_is_due_where_nothing_else_is(ticks: Ticks, slot: FakeSlot) -> None:
+    ticks()
+    slot.changed = False
+    slot.writes(1)
+    slot.reading = replace(slot.reading, publish_due=True)
+    assert [job for job, *_ in requests(ticks(90))] == ["publish"]
+
+
+def test_a_tick_looks_again_when_a_run_ends(source: CdcSource, slot: FakeSlot, instance: dg.DagsterInstance) -> None:
+    jobs = build_jobs(source, Steps.of(source))
+    first = watch_lag(_Again(instance, None), source, jobs, cast(ReplicationSlot, slot), seconds=0)
+    slot.writes(2000)
+    run = instance.create_run_for_job(jobs.sync, tags=source.slot_tags | process_tags(), status=dg.DagsterRunStatus.STARTED)
+    threading.Timer(1.0, lambda: instance.report_run_canceled(run)).start()
+    began = time.monotonic()
+    result = watch_lag(_Again(instance, first.cursor), source, jobs, cast(ReplicationSlot, slot), seconds=20)
+    # The run was cancelled, after which there is a pause; without one it would be asked for now.
+    assert "The last run failed" in reason(result)
+    assert 0.9 < time.monotonic() - began < 10
+
+
+def test_a_tick_waits_for_a_commit_to_be_due_and_else_ends_at_once(source: CdcSource, slot: FakeSlot, instance: dg.DagsterInstance) -> None:
+    slot.settings = source.settings.model_copy(update={"max_staleness": 1.5})
+    jobs = build_jobs(source, Steps.of(source))
+
+    def tick(cursor: str | None, seconds: float) -> tuple[dg.SensorResult, float]:
+        began = time.monotonic()
+        result = watch_lag(_Again(instance, cursor), source, jobs, cast(ReplicationSlot, slot), seconds)
+        return result, time.monotonic() - began
+
+    quiet, took = tick(None, 20)
+    assert took < 1
+    slot.writes()
+    early, took = tick(quiet.cursor, 0.5)
+    assert took < 1
+    assert not early.run_requests
+    due, took = tick(quiet.cursor, 20)
+    assert took < 10
+    assert [job for job, *_ in requests(due)] == ["sync"]
 
 
 def test_a_commit_is_read_before_it_is_stale(ticks: Ticks, slot: FakeSlot) -> None:

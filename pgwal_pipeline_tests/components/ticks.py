@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import dagster as dg
 from dagster._core.definitions.definitions_load_context import DefinitionsLoadContext, DefinitionsLoadType
@@ -18,6 +19,7 @@ from dagster._core.workspace.load_target import InProcessWorkspaceLoadTarget
 from dagster._daemon.sensor import execute_sensor_iteration
 
 from pgwal_pipeline import definitions
+from pgwal_pipeline.components import sensors
 
 _LATER = 60.0  # seconds, more than any sensor's interval
 
@@ -55,6 +57,7 @@ def sensor_daemon(instance: dg.DagsterInstance) -> Iterator[SensorDaemon]:
     target = LoadableTargetOrigin(executable_path=sys.executable, module_name=definitions.__name__)
     origin = InProcessCodeLocationOrigin(target, location_name="pgwal_pipeline")
     with (
+        patch.object(sensors, "_WATCHED", 0.0),  # nobody works on the runs that a tick would wait for
         DefinitionsLoadContext.scoped(DefinitionsLoadContext(DefinitionsLoadType.INITIALIZATION)),
         create_test_daemon_workspace_context(InProcessWorkspaceLoadTarget(origin), instance) as context,
     ):

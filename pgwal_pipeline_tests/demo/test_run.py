@@ -1,4 +1,4 @@
-"""The demo as a person runs it: from an empty folder to a first publish, ended by signals, killed, and started again on what it left."""
+"""The demo as a person runs it: from an empty folder to a first publish and the marts, ended, killed, and started again on what it left."""
 
 import json
 import os
@@ -18,6 +18,7 @@ from pgwal_pipeline.demo.invariants import broken_in_lake
 from pgwal_pipeline.demo.processes import _marked
 from pgwal_pipeline.pipeline.as_of import find_publish
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline_tests.demo.marts_in_the_ui import await_marts, look_at_marts
 from pgwal_pipeline_tests.support import wait_for
 
 pytestmark = [
@@ -82,6 +83,8 @@ def test_the_demo_from_nothing_to_a_publish_and_again_after_a_kill(folder: Path)
     demo.await_text(r"(Every current table is at one LSN)")
     publish = find_publish(Settings.from_environment({"PGWAL_LAKE": str(folder / "demo/lake")}))
     assert not any(broken_in_lake(publish["tables"]).values())
+    await_marts(address)
+    look_at_marts(address)
     demo.end(signal.SIGKILL)
 
     again = Demo(folder)

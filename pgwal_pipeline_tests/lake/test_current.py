@@ -1,10 +1,7 @@
 """Merging and replacing `current` tables: fences, faults, TRUNCATE, changing columns, odd keys, bags, and Spark Connect."""
 
-import os
 import random
-import re
 import shutil
-import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +15,7 @@ import pytest
 from deltalake import DeltaTable
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.lake import current, rewrite
+from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake.current import (
     ChunkSnapshot,
     MergeRequest,
@@ -344,45 +341,6 @@ def test_nulls_of_any_type_on_a_connect_server(spark_connect: "SparkSession", tm
         {"id": 2, "body": None, "many": None, "price": None, "_pgwal_commit_lsn": 1500, "_pgwal_text": None}
     ]
     assert DeltaTable(tmp_path / "current").schema() == types
-
-
-# --- upkeep ---
-
-
-@pytest.mark.usefixtures("several_parts")
-def test_upkeep_keeps_rows_and_watermark(spark: "SparkSession", things: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(things / "current")
-    monkeypatch.setattr(rewrite, "small", lambda *_: None)  # a table written anew has one file, and nothing to join
-    assert merge(spark, next_window(things)).rows_changed == 1
-    before = set(DeltaTable(path).file_uris())
-    assert current.optimize(spark, path) > 1
-    assert (row_count(path), row_count(path, 0), watermark(path)) == (2, 2, 2000)
-    current.vacuum(spark, path, 0)
-    assert before
-    assert not any(Path(file.removeprefix("file://")).exists() for file in before)
-    assert values(things / "current", "id", "body") == [(1, "new"), (2, "two")]
-
-
-@pytest.mark.usefixtures("several_parts")
-def test_what_is_older_goes_when_it_was_asked_to_and_not_by_the_tables_own_measure(spark: "SparkSession", things: Path) -> None:
-    path = things / "current"
-    before = {Path(file.removeprefix("file://")).name for file in DeltaTable(path).file_uris()}
-    merge(spark, next_window(things))
-    current.optimize(spark, str(path))
-    aged = things / "aged"  # at another place, for Spark remembers logs
-    shutil.copytree(path, aged, ignore=shutil.ignore_patterns("*.crc"))
-    long_ago = int((time.time() - 20 * 86400) * 1000)
-    for log in aged.glob("_delta_log/*.json"):
-        log.write_text(re.sub(r'("deletionTimestamp":)\d+', rf"\g<1>{long_ago}", log.read_text()))
-    for file in aged.glob("*.parquet"):
-        os.utime(file, (long_ago / 1000, long_ago / 1000))
-    current.vacuum(spark, str(aged), 30 * 24)
-    assert before <= {file.name for file in aged.glob("*.parquet")}
-    current.vacuum(spark, str(aged), 10 * 24)
-    assert not before & {file.name for file in aged.glob("*.parquet")}
-    current.vacuum(spark, str(aged), 60 * 24)
-    found = DeltaTable(aged).metadata().configuration
-    assert found["delta.deletedFileRetentionDuration"] == found["delta.logRetentionDuration"] == "interval 1440 hours"
 
 
 # --- Spark Connect ---

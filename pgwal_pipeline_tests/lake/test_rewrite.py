@@ -62,7 +62,7 @@ def table(_table: Path, tmp_path: Path) -> Path:
 def _small(folder: Path) -> rewrite.Small | None:
     found = files.changes(str(folder / "raw"), 1000, 2000)
     assert found is not None
-    return rewrite.small(str(folder / "current"), 1000, found)
+    return rewrite.small(str(folder / "current"), DeltaTable(folder / "current"), found)
 
 
 def _sorted(path: Path) -> list[str]:
@@ -141,6 +141,6 @@ def test_spark_reads_the_log_by_its_checkpoint_afterwards(spark: "SparkSession",
 def _opened(path: str) -> rewrite.Small:
     found = files.changes(str(Path(path).parent / "raw"), 1000, 2000)
     assert found is not None
-    small = rewrite.small(path, watermark(path) or 0, found)
+    small = rewrite.small(path, DeltaTable(path), found)
     assert small is not None
     return small

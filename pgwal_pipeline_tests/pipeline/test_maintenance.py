@@ -25,7 +25,7 @@ def test_maintenance_goes_on_beside_a_table_that_it_fails_for(pipeline: Pipeline
     with injected(at_tables("maintain", ["public.b"], "DeltaError")):
         report = maintenance.maintain(pipeline.settings, lambda: spark, progress=Silent())
     assert any("public.b" in warning for warning in report.warnings)
-    assert report.optimized == 3
+    assert report.upkeep.tables == 3
     assert {state.state for state in pipeline.ledger.tables().values()} == {"ready"}
     pipeline.assert_current(*TABLES)
 

@@ -23,6 +23,8 @@ _EXAMPLES = {
     "PGWAL_SPARK_REMOTE",
     "PGWAL_SPARK_CONF",
     "PGWAL_SPARK_CATALOG",
+    "PGWAL_TABLE_OPTIONS",
+    "PGWAL_HASH_KEY",
 }  # have no default: an example stands there
 
 

@@ -10,14 +10,17 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import boto3
 import polars as pl
 import pytest
+from deltalake import DeltaTable
 
 from pgwal_pipeline.host.spawn import port_free
+from pgwal_pipeline.lake import isolation, rewrite, upkeep
 from pgwal_pipeline.lake.layout import storage_options
 from pgwal_pipeline.messages.errors import LakeError, PgwalError
 from pgwal_pipeline.messages.progress import Silent
@@ -25,6 +28,7 @@ from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline.as_of import find_publish
 from pgwal_pipeline.pipeline.doctor import examine
 from pgwal_pipeline.pipeline.status import status
+from pgwal_pipeline.pipeline.upkeep import keep_up
 from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline.published.state import open_state
 from pgwal_pipeline.settings import Settings
@@ -278,6 +282,28 @@ def test_every_stage_and_a_table_read_again(pipeline: Pipeline) -> None:
         frame = pl.read_delta(found["path"], version=found["version"], storage_options=storage_options(found["path"]))
         assert sorted(frame.select("id", "v").rows()) == before[table]
     assert_raw_once(pipeline)
+
+
+@pytest.mark.soak
+def test_files_are_rewritten_between_publishes(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite, "_ROWS", -1)
+    monkeypatch.setattr(isolation, "_FEW_ROWS", -1)
+    monkeypatch.setattr(upkeep, "_SMALL_FILES", 2)
+    monkeypatch.setattr(upkeep, "_TINY", 0)
+    pipeline.sync()
+    for number in range(3):
+        change(pipeline.source, number)
+        pipeline.sync()
+    path = pipeline.lake.current(TableName("public", "a"))
+    before = len(DeltaTable(path, storage_options=storage_options(path)).file_uris())
+    done = keep_up(pipeline.settings, pipeline.spark, pipeline.ledger, timedelta(days=1), Silent())
+    assert (done.tables, done.rewritten, done.warnings) == (2, 2, ())
+    assert len(DeltaTable(path, storage_options=storage_options(path)).file_uris()) < before
+    assert_current(pipeline)
+    change(pipeline.source, 5)
+    pipeline.sync()
+    assert_current(pipeline)
+    assert verify(pipeline.settings, pipeline.spark, progress=Silent()).equal
 
 
 _CHILD = {
