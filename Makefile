@@ -8,10 +8,10 @@ CODE := pgwal_pipeline pgwal_pipeline_tests bench
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test tests lint bench soak clean
+.PHONY: help install demo test tests lint bench soak image image-test clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(RECORDED) ## .venv with the pipeline, a Postgres, a Java and Delta's jars; quick the second time
 
@@ -33,7 +33,7 @@ test: $(STAMP) ## lint, types and every test
 
 # The first time, the tests run while Spark's classes are recorded, which keeps one core busy.
 tests: lint
-	@$(PYTEST) -m 'not soak' -n 4 --dist worksteal
+	@$(PYTEST) -m 'not soak and not image' -n 4 --dist worksteal
 
 lint: $(STAMP) ## ruff and pyright
 	@$(BIN)/ruff check $(CODE)
@@ -45,6 +45,15 @@ bench: install ## the benchmarks; results go to artifacts/
 
 soak: install ## tests that take hours: rounds of chaos, random changes and kills, and further variants of the tests
 	@$(PYTEST) -m soak --timeout 0
+
+image: ## the container images, by a Docker engine
+	@.ci/image
+
+# Installs and starts an engine on a Debian machine that has none, as root.
+image-test: install ## the images and docker-compose.yaml, built, started and judged
+	@.ci/engine
+	@.ci/image
+	@$(PYTEST) -m image -v -rA pgwal_pipeline_tests/image
 
 clean: ## remove what was built and the demo's data; the lake and .dagster stay
 	rm -rf .venv .demo build dist .pytest_cache .ruff_cache .hypothesis

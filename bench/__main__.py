@@ -20,6 +20,7 @@ NAMES = (
     "windows",
     "latency",
     "published",
+    "cores",
     "help",
 )
 
@@ -45,6 +46,7 @@ def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
     latency: from a commit to `current` under `dagster dev`, 400 changes a second for five minutes, with the defaults and with
     PGWAL_MAX_STALENESS=1s.
     published: the changes of 100,000 keys of 10 million rows, and scans of that table against plain ones.
+    cores: a publish of 100 tables on one core and on two.
     help: the time of `pgwal --help`.
     """  # noqa: D301 - click reads the backspace
     console = Console()
@@ -108,6 +110,10 @@ def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:
             from bench.published import against_plain_readers
 
             return lambda: against_plain_readers(size(10_000_000), size(100_000), rounds)
+        case "cores":
+            from bench.cores import one_and_two
+
+            return lambda: one_and_two(max(round(100 * scale), 2), rounds)
         case _:
             from bench.startup import help_text
 

@@ -7,8 +7,10 @@ It reads that file when the source is down. Nothing is written into the package'
 import hashlib
 import json
 import os
+import platform
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,16 +134,18 @@ def refresh(settings: Settings, locations: Mapping[int, TableName] | None = None
     """Fetch the tables from the source, write them to the state file and return them. Raises as `fetch` does.
 
     `locations` are the tables' locations in the lake by oid, which the source does not know. Without it each table keeps the location that
-    the last `refresh` wrote.
+    the last `refresh` wrote. A file that cannot be written, as in a container whose DAGSTER_HOME is read-only, is only missing when the
+    source is down.
     """
     tables = _placed(fetch(settings), locations or {known.oid: known.location for known in remembered(settings)})
     path = state_path(settings)
     text = dump(tables)
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+    with suppress(OSError):
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(f".{platform.node()}.{os.getpid()}")
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
     return tables
 
 

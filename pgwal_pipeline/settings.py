@@ -24,6 +24,7 @@ ROW_BYTES = 64 << 20
 
 _SHOWN = 80  # characters of a wrong value that its error message repeats
 _SECRET = frozenset({"source_dsn", "spark_conf", "spark_remote", "hash_key", "table_options"})
+_IN_FILE = "_FILE"  # after the name of a setting that may hold a secret: the file that holds its value
 _UNITS = {"B": 1, "": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
 _SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -116,6 +117,19 @@ def _as_variable(value: Any) -> str:
     if isinstance(value, TableOptions):
         return value.to_json()
     return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _from_file(variable: str, environment: Mapping[str, str]) -> str | None:
+    """What the file has that `variable` names, without the end of its line; None if the variable is not set or the file is empty."""
+    path = environment.get(variable)
+    if not path:
+        return None
+    try:
+        return Path(path).read_text().rstrip("\r\n") or None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        shown = "" if _may_hold_secret(variable, path) else f" {path[:_SHOWN]}"
+        raise SettingError(f"{variable} names a file{shown} that cannot be read ({reason}); correct its name or its permissions.") from None
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
@@ -261,6 +275,10 @@ class Settings(BaseModel):
         values: dict[str, Any] = {
             name: environment[PREFIX + name.upper()] for name in cls.model_fields if environment.get(PREFIX + name.upper(), "") != ""
         }
+        for name in _SECRET - values.keys() - overrides.keys():
+            value = _from_file(PREFIX + name.upper() + _IN_FILE, environment)
+            if value is not None:
+                values[name] = value
         for name, value in values.items():
             try:
                 value.encode()

@@ -46,8 +46,11 @@ class DockerServer:
     """A server of an official image, with what of `Postgres` the tests of the matrix use. Any role may log in without a password."""
 
     def __init__(self, version: int) -> None:
+        from testcontainers.core.config import testcontainers_config
         from testcontainers.postgres import PostgresContainer
 
+        # It would remove containers that are left over, but is an image of its own, which cannot be had without a registry.
+        testcontainers_config.ryuk_disabled = True
         self.installation = Installed(version)
         self.running = True
         settings = [part for name, value in {**TEST_SETTINGS, "wal_level": "logical"}.items() for part in ("-c", f"{name}={value}")]

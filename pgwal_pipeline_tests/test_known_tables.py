@@ -52,6 +52,14 @@ def test_before_there_is_a_publication_the_tables_are_those_it_will_hold(source:
     ]
 
 
+def test_a_folder_that_cannot_be_written_hinders_nothing(source: Source, home: Path) -> None:
+    """As DAGSTER_HOME is in a container with a read-only root file system."""
+    source.sql("CREATE TABLE a (id int PRIMARY KEY)")
+    home.write_text("not a folder")
+    assert names(known_tables.refresh(settings(source))) == ["public.a"]
+    assert known_tables.remembered(settings(source)) == ()
+
+
 def test_a_publication_of_ours_and_what_will_join_it(source: Source) -> None:
     source.sql("CREATE TABLE a (id int PRIMARY KEY)")
     with source.connect() as conn:

@@ -87,3 +87,27 @@ def test_a_file_of_settings_that_cannot_be_read(octets: bytes, tmp_path: Path, m
     assert done.exit_code == 2
     assert done.output.startswith("pgwal: The file .env in the working directory cannot be read (")
     assert done.output.count("\n") == 1
+
+
+def test_a_secret_may_be_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "dsn").write_text("host=h password='a\\'b'\n")
+    (tmp_path / "conf").write_text('{"spark.x": "y"}')
+    environment = {"PGWAL_SOURCE_DSN_FILE": str(tmp_path / "dsn"), "PGWAL_SPARK_CONF_FILE": str(tmp_path / "conf")}
+    settings = Settings.from_environment(environment)
+    assert (settings.dsn, settings.spark_conf) == ("host=h password='a\\'b'", {"spark.x": "y"})
+    assert Settings.from_environment(environment | {"PGWAL_SOURCE_DSN": "host=other"}).dsn == "host=other"
+
+
+def test_a_file_of_a_secret_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        SettingError, match=r"^PGWAL_SOURCE_DSN_FILE names a file /.*none that cannot be read \(No such file or directory\)"
+    ):
+        Settings.from_environment({"PGWAL_SOURCE_DSN_FILE": str(tmp_path / "none")})
+    with pytest.raises(SettingError) as error:
+        Settings.from_environment({"PGWAL_SOURCE_DSN_FILE": f"postgresql://me:{SECRET}@h/d"})
+    assert SECRET not in str(error.value)
+
+
+def test_an_empty_file_counts_as_unset(tmp_path: Path) -> None:
+    (tmp_path / "dsn").write_text("\n")
+    assert Settings.from_environment({"PGWAL_SOURCE_DSN_FILE": str(tmp_path / "dsn")}).source_dsn is None

@@ -27,7 +27,7 @@ from pgwal_pipeline.components.environment import SourceSettings
 from pgwal_pipeline.components.jobs import Steps, build_jobs
 from pgwal_pipeline.components.observations import build_source_assets
 from pgwal_pipeline.components.published import PublishedLake
-from pgwal_pipeline.components.resources import LakeSpark, ReplicationSlot, resource_with
+from pgwal_pipeline.components.resources import LakeSpark, resource_with, slot_resource
 from pgwal_pipeline.components.scaffolder import CdcScaffolder
 from pgwal_pipeline.components.sensors import build_lag_sensor, build_new_table_sensor, build_schedules
 from pgwal_pipeline.components.source import CdcSource
@@ -154,7 +154,7 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
     def _resources(self, source: CdcSource) -> Mapping[str, dg.ResourceDefinition]:
         settings = self._settings
         return {
-            source.slot_key: resource_with("The replication slot and the publication.", lambda: ReplicationSlot(settings)),
+            source.slot_key: slot_resource(settings),
             source.spark_key: resource_with("The Spark session for the lake.", lambda: LakeSpark.of_source(settings)),
             source.lake_key: resource_with("The published tables of the lake.", lambda: PublishedLake.of_source(settings)),
         }

@@ -35,4 +35,5 @@ class SourceSettings:
 
     def without_source(self) -> Settings:
         """Return the settings without a DSN: definitions also load without a source. Raises SettingError."""
-        return Settings.from_environment({name: value for name, value in (os.environ | self.given).items() if name != DSN_VARIABLE})
+        dsn = (DSN_VARIABLE, f"{DSN_VARIABLE}_FILE")
+        return Settings.from_environment({name: value for name, value in (os.environ | self.given).items() if name not in dsn})

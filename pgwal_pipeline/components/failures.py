@@ -24,7 +24,8 @@ def at_work(context: dg.AssetExecutionContext | dg.OpExecutionContext, tags: Map
 
     No step has a RetryPolicy: Dagster would apply it to an interruption too, and a terminated run would start again.
     """
-    context.instance.add_run_tags(context.run.run_id, {**process_tags(), **tags})
+    executor = context.job_def.executor_def.name
+    context.instance.add_run_tags(context.run.run_id, {**process_tags(executor), **tags})
     try:
         yield
     except dg.Failure:

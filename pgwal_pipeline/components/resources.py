@@ -1,6 +1,7 @@
 """The resources of runs, sensors and schedules: the slot with its source, and Spark."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -9,6 +10,7 @@ from dagster_pyspark import LazyPySparkResource
 from pydantic import Field, PrivateAttr
 
 from pgwal_pipeline.components.environment import SourceSettings
+from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.relation import TableName
@@ -29,6 +31,12 @@ class ReplicationSlot:
     def settings(self) -> Settings:
         """The settings of this source. Raises SettingError naming the variable that is wrong or missing."""
         return self.source.whole()
+
+    def present(self, runs: Collection[str]) -> set[str]:
+        """Return those of `runs`, by their ids, that show themselves in the source now. Raises SourceUnavailable."""
+        from pgwal_pipeline.postgres.presence import present
+
+        return present(self.settings.dsn, runs)
 
     def lag(self) -> "LagReading":
         """Return how far the slot is behind. Cheap: nothing is decoded. Raises SourceUnavailable while the source is away."""
@@ -59,6 +67,12 @@ class ReplicationSlot:
         from pgwal_pipeline.pipeline.snapshot import needed
 
         return needed(self.settings)
+
+    def none_joined(self) -> bool:
+        """Return whether no table is known yet, as before the first drain."""
+        from pgwal_pipeline.pipeline.snapshot import none_joined
+
+        return none_joined(self.settings)
 
     def blocked(self, tables: Collection[TableName]) -> Mapping[TableName, str]:
         """Return those of `tables` that cannot be read yet because older transactions are open, with a sentence naming these."""
@@ -107,3 +121,20 @@ class LakeSpark(LazyPySparkResource):
 def resource_with(description: str, make: Callable[[], Any]) -> dg.ResourceDefinition:
     """Return the definition of a resource that `make` makes in each run and tick. The UI shows the description alone."""
     return dg.ResourceDefinition(lambda _: make(), description=description)
+
+
+def slot_resource(source: SourceSettings) -> dg.ResourceDefinition:
+    """Return the definition of the ReplicationSlot. A run shows itself in the source for as long as it has one; see `processes`."""
+
+    @contextmanager
+    def made(context: dg.InitResourceContext) -> Iterator[ReplicationSlot]:
+        from pgwal_pipeline.postgres.presence import shown
+
+        slot = ReplicationSlot(source)
+        with ExitStack() as stack:
+            if context.run is not None:
+                with suppress(PgwalError):  # without a source there is nothing to guard
+                    stack.enter_context(shown(slot.settings.dsn, context.run.run_id))
+            yield slot
+
+    return dg.ResourceDefinition(made, description="The replication slot and the publication.")

@@ -122,7 +122,7 @@ def watch_lag(tick: Tick, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot"
         if wait:
             clock.sleep(wait)
         else:
-            while clock.monotonic() < until and busy(tick.instance, SLOT_TAG, source.tag) is not None:
+            while clock.monotonic() < until and busy(tick.instance, SLOT_TAG, source.tag, slot.present) is not None:
                 clock.sleep(_POLLED)
         if clock.monotonic() >= until:
             return result._replace(asset_events=events)
@@ -141,14 +141,14 @@ def evaluate_lag(tick: Tick, source: CdcSource, jobs: Jobs, slot: "ReplicationSl
 def _look(tick: Tick, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") -> tuple[dg.SensorResult, float | None]:
     """Return what `evaluate_lag` does, and in how many seconds a run may be due: 0 when a run that is at work ends, None if not soon."""
     cursor = LagCursor.parse(tick.cursor)
-    # At every tick, even if nothing is due: runs requested by others wait in the queue for dead ones.
-    end_dead_runs(tick.instance, [(SLOT_TAG, source.tag), (SNAPSHOT_TAG, source.tag)])
     settings = slot.settings
     reading = slot.lag()
+    # At every tick, even if nothing is due: runs requested by others wait in the queue for dead ones.
+    end_dead_runs(tick.instance, [(SLOT_TAG, source.tag), (SNAPSHOT_TAG, source.tag)], slot.present)
     now = time.time()
     readings, unread = add_reading(cursor.readings or _first_reading(tick.instance, source), reading, now)
     due = what_is_due(reading, unread, settings)
-    at_work = busy(tick.instance, SLOT_TAG, source.tag) if due.job is not None else None
+    at_work = busy(tick.instance, SLOT_TAG, source.tag, slot.present) if due.job is not None else None
     if due.job == "sync" and at_work is None and (since := worth_a_look(readings, reading)) is not None and not slot.has_changes(since):
         unread = None
         due = what_is_due(reading, unread, settings)
@@ -238,11 +238,15 @@ def evaluate_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, 
     position = slot.flushed()
     waiting = slot.needs_snapshot()
     if not waiting:
-        return dg.SensorResult(skip_reason="Every table of the publication has been read.")
+        unknown = slot.none_joined()
+        reason = "No table is known yet; the first sync finds them." if unknown else "Every table of the publication has been read."
+        return dg.SensorResult(skip_reason=reason)
     blocked = slot.blocked(waiting)
     if len(blocked) == len(waiting):
         return dg.SensorResult(skip_reason=f"To be read: {', '.join(map(str, waiting[:_NAMES_SHOWN]))}. {next(iter(blocked.values()))}")
-    held = busy(context.instance, SNAPSHOT_TAG, source.tag) or pausing(context.instance, SNAPSHOT_TAG, source.tag, {jobs.snapshot.name})
+    held = busy(context.instance, SNAPSHOT_TAG, source.tag, slot.present) or pausing(
+        context.instance, SNAPSHOT_TAG, source.tag, {jobs.snapshot.name}
+    )
     names = ", ".join(map(str, waiting[:_NAMES_SHOWN])) + (", …" if len(waiting) > _NAMES_SHOWN else "")
     if held is not None:
         return dg.SensorResult(skip_reason=f"To be read: {names}. {held}")
@@ -283,7 +287,7 @@ def evaluate_hourly_sync(instance: dg.DagsterInstance, source: CdcSource, slot: 
     reading = slot.lag()
     if reading.slot_exists and add_reading(_first_reading(instance, source), reading, time.time())[1] is None:
         return dg.SkipReason("Nothing is unread.")
-    held = busy(instance, SLOT_TAG, source.tag)
+    held = busy(instance, SLOT_TAG, source.tag, slot.present)
     key = window_to_drain(reading)
     if held is not None or key is None:
         return dg.SkipReason(held or "Nothing is flushed yet.")

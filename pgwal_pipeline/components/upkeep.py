@@ -14,6 +14,7 @@ from pgwal_pipeline.components.requests import busy, pausing
 from pgwal_pipeline.components.source import MAINTENANCE_TAG, CdcSource
 
 if TYPE_CHECKING:
+    from pgwal_pipeline.components.resources import ReplicationSlot
     from pgwal_pipeline.pipeline.upkeep import Seen
 
 _INTERVAL_SECONDS = 60
@@ -30,26 +31,29 @@ def build_maintenance_sensor(source: CdcSource, jobs: Jobs) -> dg.SensorDefiniti
         job=jobs.maintenance,
         minimum_interval_seconds=_INTERVAL_SECONDS,
         default_status=dg.DefaultSensorStatus.RUNNING,
+        required_resource_keys={source.slot_key},
     )
     def maintenance_need(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        return evaluate_maintenance(context, source, jobs, time.time())
+        return evaluate_maintenance(context, source, jobs, getattr(context.resources, source.slot_key), time.time())
 
     return maintenance_need
 
 
-def evaluate_maintenance(context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, now: float) -> dg.SensorResult:
+def evaluate_maintenance(
+    context: dg.SensorEvaluationContext, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot", now: float
+) -> dg.SensorResult:
     """Request maintenance if it is needed (`upkeep.what_is_needed`): one run at a time, beside syncs, with pauses after failures."""
     from pgwal_pipeline.lake.layout import Lake
     from pgwal_pipeline.lake.ledger import Ledger
     from pgwal_pipeline.pipeline.upkeep import what_is_needed
 
     # At every tick, even if nothing is needed: runs requested by others wait in the queue for dead ones.
-    end_dead_runs(context.instance, [(MAINTENANCE_TAG, source.tag)])
+    end_dead_runs(context.instance, [(MAINTENANCE_TAG, source.tag)], slot.present)
     attempt, seen = _parse(context.cursor)
     need = what_is_needed(source.settings, Ledger(Lake(source.settings.lake)), seen, now)
     if not need:
         return dg.SensorResult(skip_reason=need.reason, cursor=_dump(attempt, need.seen))
-    held = busy(context.instance, MAINTENANCE_TAG, source.tag)
+    held = busy(context.instance, MAINTENANCE_TAG, source.tag, slot.present)
     held = held or pausing(context.instance, MAINTENANCE_TAG, source.tag, {jobs.maintenance.name})
     if held is not None:
         return dg.SensorResult(skip_reason=f"{need.reason} {held}")

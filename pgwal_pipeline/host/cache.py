@@ -15,7 +15,7 @@ def user_cache() -> Path:
     """Return the cache folder, created if needed.
 
     It is under `XDG_CACHE_HOME` or the system's usual folder; if neither can be written, it is a private folder for temporary files.
-    Raises PgwalError if others may write to that one.
+    Raises PgwalError if others may write to that one, or if there is no folder for temporary files.
     """
     for folder in _places():
         try:
@@ -24,10 +24,25 @@ def user_cache() -> Path:
             continue
         if os.access(folder, os.W_OK):
             return folder
-    folder = Path(tempfile.gettempdir(), f"pgwal_pipeline-{os.geteuid()}")
+    folder = Path(_temporary(), f"pgwal_pipeline-{os.geteuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     check_private(folder)
     return folder
+
+
+def find_cached(name: str) -> Path | None:
+    """Return the file or folder `name` of the cache, None if it is not there.
+
+    Folders that come before the user's and cannot be written, such as an image's, are looked in too if they are root's or the user's.
+    """
+    usual = user_cache()
+    for folder in _places():
+        if folder == usual:
+            break
+        with contextlib.suppress(OSError):
+            if (folder / name).exists() and folder.stat().st_uid in (0, os.geteuid()):
+                return folder / name
+    return usual / name if (usual / name).exists() else None
 
 
 def check_private(folder: Path) -> None:
@@ -45,6 +60,17 @@ def held(name: str) -> Iterator[None]:
     with (user_cache() / f"{name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _temporary() -> str:
+    """The folder for temporary files. Raises PgwalError if none can be written."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        raise PgwalError(
+            "No folder for temporary files can be written (TMPDIR, /tmp, /var/tmp); set TMPDIR to one that can, or with a read-only root "
+            "file system mount a tmpfs at /tmp."
+        ) from None
 
 
 def _places() -> Iterator[Path]:

@@ -46,6 +46,11 @@ def needed(settings: Settings) -> tuple[TableName, ...]:
     return tuple(sorted(state.table for state in Ledger(Lake(settings.lake)).tables().values() if _is_due(state, settings, now)))
 
 
+def none_joined(settings: Settings) -> bool:
+    """Return whether no table is known yet, as before the first drain."""
+    return not Ledger(Lake(settings.lake)).tables()
+
+
 def _is_due(state: TableState, settings: Settings, now: datetime) -> bool:
     if state.state == "error":
         if _unread_alone(state):

@@ -1,6 +1,7 @@
 """Create, inspect and drop the replication slot, and lock it for one drain at a time."""
 
 import hashlib
+import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -41,6 +42,8 @@ __all__ = [
     "force_flush",
     "inspect",
     "lag",
+    "let_go_when_unreachable",
+    "lock_key",
     "require_kind",
     "require_usable",
 ]
@@ -149,12 +152,12 @@ def exclusive(dsn: str, slot_name: str, timeout: float) -> Iterator[None]:
     `timeout` seconds for another holder, or a reader of the slot, to end. Raises SlotBusy, naming them, if they do not.
     """
     deadline = time.monotonic() + timeout
-    with closing(connect(dsn)) as conn:
-        _let_go_when_unreachable(conn)
+    with closing(connect(dsn, application=f"pgwal on {platform.node()}")) as conn:
+        let_go_when_unreachable(conn)
         locked, pause = False, 0.02
         while True:
             if not locked:
-                row = first_row(conn, f"locking slot {slot_name}", "SELECT pg_catalog.pg_try_advisory_lock(%s)", _lock_key(slot_name))
+                row = first_row(conn, f"locking slot {slot_name}", "SELECT pg_catalog.pg_try_advisory_lock(%s)", lock_key(slot_name))
                 locked = row is not None and bool(row[0])
             if locked:
                 state = inspect(conn, slot_name)
@@ -167,20 +170,21 @@ def exclusive(dsn: str, slot_name: str, timeout: float) -> Iterator[None]:
         yield
 
 
-def _let_go_when_unreachable(conn: Connection) -> None:
+def let_go_when_unreachable(conn: Connection) -> None:
     """Make the server notice within a minute that this machine is gone, so that the lock is then released."""
     for setting in ("tcp_keepalives_idle = 20", "tcp_keepalives_interval = 10", "tcp_keepalives_count = 3"):
         with suppress(psycopg2.Error):
             conn.execute(f"SET {setting}".encode())
 
 
-def _lock_key(slot_name: str) -> int:
+def lock_key(slot_name: str) -> int:
+    """Return the number of the advisory lock on `slot_name`, from -2^63 to 2^63 - 1."""
     digest = hashlib.sha256(f"pgwal_pipeline slot {slot_name}".encode()).digest()
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def _locked(conn: Connection, slot_name: str, timeout: float) -> SlotBusy:
-    key = _lock_key(slot_name) & 0xFFFFFFFFFFFFFFFF
+    key = lock_key(slot_name) & 0xFFFFFFFFFFFFFFFF
     row = first_row(
         conn,
         f"asking who holds slot {slot_name}",

@@ -71,6 +71,6 @@ def _folder(java: Java) -> Path:
         release.read_text() if release.is_file() else "",
         jars,
         version("pyspark"),
-        jars.stat().st_mtime_ns,
+        int(jars.stat().st_mtime),  # layers of images keep whole seconds
     )
     return _PLACE / f"classes-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"

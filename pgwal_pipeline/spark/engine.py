@@ -248,7 +248,7 @@ def _end_others(lake: str, folder: EngineFolder) -> None:
         pid = other.engine_pid()
         if pid is None:
             other.clear_if_dead()
-        elif record is not None and record.lake == lake and not other.clients()[0]:
+        elif other.is_here and record is not None and record.lake == lake and not other.clients()[0]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 

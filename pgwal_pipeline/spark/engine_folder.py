@@ -17,6 +17,7 @@ from typing import IO, Any
 import psutil
 
 from pgwal_pipeline.host.cache import check_private, user_cache
+from pgwal_pipeline.host.machine import machine
 
 _KEPT_SECONDS = 7 * 86400.0
 
@@ -50,8 +51,12 @@ class EngineFolder:
 
     @classmethod
     def of(cls, key: str) -> "EngineFolder":
-        """Return the folder for `key`, created if needed. Raises PgwalError if others may write to it."""
-        folder = cls(_engines() / key)
+        """Return this machine's folder for `key`, created if needed. Raises PgwalError if others may write to it.
+
+        Machines and containers may share a cache folder, but not their engines: one is reached over the loopback and ended by its process
+        id.
+        """
+        folder = cls(_engines() / f"{machine()}-{key}")
         for path in (folder.path, folder._clients, folder._owners):
             path.mkdir(mode=0o700, exist_ok=True)
             check_private(path)
@@ -59,8 +64,13 @@ class EngineFolder:
 
     @classmethod
     def all(cls) -> "list[EngineFolder]":
-        """Return the folders of all engines that this user has or had."""
+        """Return the folders of all engines that this user has or had, also on other machines."""
         return [cls(path) for path in sorted(_engines().iterdir()) if path.is_dir()]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the engine's process would be one of this machine."""
+        return self.path.name.startswith(f"{machine()}-")
 
     @property
     def log_file(self) -> Path:
@@ -189,12 +199,16 @@ class EngineFolder:
                 path.unlink(missing_ok=True)
 
     def clear_if_dead(self) -> None:
-        """Remove what an engine has left behind that was killed, and the whole folder if it was not used for a week."""
-        alive = self.be_the_engine()
+        """Remove what an engine has left behind that was killed, and the whole folder if it was not used for a week.
+
+        Of another machine only the latter: whether its locks are seen from here depends on the file system that is shared.
+        """
+        old = time.time() - self.path.stat().st_mtime > _KEPT_SECONDS
+        alive = self.be_the_engine() if old or self.is_here else None
         if alive is not None:
             with alive:
                 self.clear()
-                if time.time() - self.path.stat().st_mtime > _KEPT_SECONDS and not self.clients()[0]:
+                if old and not self.clients()[0]:
                     shutil.rmtree(self.path, ignore_errors=True)
 
     def clear(self) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -89,13 +90,14 @@ def _start(folder: EngineFolder, plan: Mapping[str, Any]) -> tuple[subprocess.Po
         "spark.connect.authenticate.token": token,
     }
     # In a file, for everyone on the machine can read command lines.
-    write_private(folder.conf_file, "".join(f"{_escaped(name)} {_escaped(value)}\n" for name, value in conf.items()))
+    write_private(folder.conf_file, properties(conf))
     program = str(spark_home() / "bin/spark-submit")
     command = [program, "--properties-file", str(folder.conf_file), "--master", plan["master"], "--class", SERVER_CLASS, "spark-internal"]
     options = os.environ.get("SPARK_SUBMIT_OPTS", "")
     if not re.search(r"-XX:\+Use\w+GC", f"{options} {conf.get('spark.driver.extraJavaOptions')}"):
         options = f"{options} {JAVA_OPTIONS}".strip()
-    environment = {**os.environ, "SPARK_SUBMIT_OPTS": options}
+    # What a JVM leaves in its folder for temporary files when it is killed goes with the scratch.
+    environment = {**os.environ, "SPARK_SUBMIT_OPTS": f"{options} {shlex.quote(f'-Djava.io.tmpdir={folder.scratch}')}"}
     with folder.log_file.open("ab") as log:
         jvm = spawn(command, log, death_signal=signal.SIGKILL, env=environment, cwd=folder.scratch)
     deadline = time.monotonic() + _START_SECONDS
@@ -118,6 +120,11 @@ def _listens(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def properties(conf: Mapping[str, str]) -> str:
+    """Return Spark's settings as the text of a file for `--properties-file`."""
+    return "".join(f"{_escaped(name)} {_escaped(value)}\n" for name, value in conf.items())
 
 
 def _escaped(text: str) -> str:

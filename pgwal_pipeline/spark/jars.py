@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pgwal_pipeline.host.cache import held, user_cache
+from pgwal_pipeline.host.cache import find_cached, held, user_cache
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.spark.java import find_java, trust_options
 
@@ -49,8 +49,8 @@ def s3_packages() -> tuple[str, ...]:
 
 def cached(packages: Sequence[str]) -> tuple[Path, ...] | None:
     """Return the jars of `packages` in the cache, None if they were never downloaded."""
-    folder = _folder(packages)
-    return tuple(sorted(folder.glob("*.jar"))) if folder.is_dir() else None
+    folder = find_cached(_name(packages))
+    return None if folder is None else tuple(sorted(folder.glob("*.jar")))
 
 
 def ensure(packages: Sequence[str], say: Callable[[str], None], conf: Mapping[str, str] | None = None) -> tuple[Path, ...]:
@@ -78,13 +78,14 @@ def spark_home() -> Path:
     return Path(found.origin).parent
 
 
-def _folder(packages: Sequence[str]) -> Path:
+def _name(packages: Sequence[str]) -> str:
+    """The folder of the jars inside the cache."""
     key = hashlib.sha256("\n".join((version("pyspark"), *packages)).encode()).hexdigest()[:12]
-    return user_cache() / "jars" / f"{packages[0].split(':', 1)[1].replace(':', '-')}-{key}"
+    return f"jars/{packages[0].split(':', 1)[1].replace(':', '-')}-{key}"
 
 
 def _fetch(packages: Sequence[str], settings_file: str | None) -> None:
-    target = _folder(packages)
+    target = user_cache() / _name(packages)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as name:
         scratch = Path(name)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pgwal_pipeline.host.cache import user_cache
+from pgwal_pipeline.host.cache import find_cached, user_cache
 from pgwal_pipeline.messages.errors import PgwalError
 
 _PREFERRED = (17, 21)
@@ -81,9 +81,11 @@ def ensure_java(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 def launch_home(java: Java) -> Path:
     """Return a Java home of ours that links to `java`'s, made once; the module's docstring says why."""
     key = hashlib.sha256(f"{java.home}\n{java.version}\n{_LAUNCHER}".encode()).hexdigest()[:16]
-    home = user_cache() / f"java-{java.version}-{key}"
-    if (home / "bin/java").exists():
-        return home
+    name = f"java-{java.version}-{key}"
+    made = find_cached(f"{name}/bin/java")
+    if made is not None:
+        return made.parent.parent
+    home = user_cache() / name
     scratch = Path(tempfile.mkdtemp(prefix=".java-", dir=home.parent))
     try:
         for entry in java.home.iterdir():
@@ -172,9 +174,11 @@ def _trust_store(certificates: list[bytes]) -> Path:
 
     Written here because Java's own keytool takes one certificate per call, and half a second for each.
     """
-    path = user_cache() / f"trust-{hashlib.sha256(b''.join(certificates)).hexdigest()[:16]}.jks"
-    if path.exists():
-        return path
+    name = f"trust-{hashlib.sha256(b''.join(certificates)).hexdigest()[:16]}.jks"
+    made = find_cached(name)
+    if made is not None:
+        return made
+    path = user_cache() / name
     now = int(time.time() * 1000)
     parts = [struct.pack(">III", 0xFEEDFEED, 2, len(certificates))]
     for number, certificate in enumerate(certificates):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pgwal_pipeline.host.cache import user_cache
+from pgwal_pipeline.host.limits import machine_memory
 from pgwal_pipeline.messages.errors import LakeError, PgwalError
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.spark import class_archive, engine
@@ -44,8 +45,7 @@ _SESSION_CONF: Mapping[str, str] = {
     "spark.sql.adaptive.enabled": "true",
     "spark.databricks.delta.properties.defaults.enableDeletionVectors": "true",
 }
-# What an engine keeps of past queries, which nobody reads.
-_ENGINE_CONF: Mapping[str, str] = {
+ENGINE_CONF: Mapping[str, str] = {
     "spark.app.name": "pgwal",
     "spark.ui.retainedJobs": "20",
     "spark.ui.retainedStages": "20",
@@ -53,6 +53,8 @@ _ENGINE_CONF: Mapping[str, str] = {
     "spark.sql.ui.retainedExecutions": "20",
     "spark.connect.session.planCache.maxSize": "0",
 }
+"""What an engine keeps of past queries, which nobody reads."""
+
 _CHECKSUMS = "parquet.page.verify-checksum.enabled"  # makes a damaged page an error, instead of wrong values
 
 
@@ -92,7 +94,7 @@ def uses_engine(settings: Settings) -> bool:
 
 def engine_settings(settings: Settings, say: Callable[[str], None] = lambda _: None) -> engine.EngineSettings:
     """Return what the warm engine for `settings` is started with. The jars are downloaded at the first use."""
-    conf = {**spark_conf(settings, jars=ensure_jars(settings, say)), **_ENGINE_CONF, **settings.spark_conf}
+    conf = {**spark_conf(settings, jars=ensure_jars(settings, say)), **ENGINE_CONF, **settings.spark_conf}
     return engine.EngineSettings(settings.lake, settings.spark_master, conf, launch_environment(settings), settings.spark_idle)
 
 
@@ -141,7 +143,7 @@ def spark_conf(
     if jars:
         conf["spark.jars"] = ",".join(jar.as_uri() for jar in jars)
     if on_this_machine(settings.spark_master):
-        conf |= _local_conf(settings.spark_master, cores or os.cpu_count() or 1, memory or _machine_memory())
+        conf |= _local_conf(settings.spark_master, cores or os.cpu_count() or 1, memory or machine_memory())
     if settings.lake.startswith("s3://"):
         conf |= s3_conf(environment)
     return conf | settings.spark_conf
@@ -218,8 +220,7 @@ def _local_conf(master: str, cores: int, memory: int) -> dict[str, str]:
     return {
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
-        # A quarter of the machine's memory, from 1 to 8 GB: Postgres, Dagster and Arrow need some too.
-        "spark.driver.memory": f"{min(max(memory >> 22, 1024), 8192)}m",
+        "spark.driver.memory": f"{_heap_megabytes(memory)}m",
         "spark.ui.enabled": "false",
         # By default Spark creates this folder, empty, in the working directory.
         "spark.sql.warehouse.dir": (user_cache() / "spark-warehouse").as_uri(),
@@ -229,14 +230,12 @@ def _local_conf(master: str, cores: int, memory: int) -> dict[str, str]:
     }
 
 
-def _machine_memory() -> int:
-    """The memory of this machine in bytes, or of the container if that has less."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return memory
-    return min(memory, int(limit)) if limit.isdigit() else memory
+def _heap_megabytes(memory: int) -> int:
+    """Spark's heap on a machine with so many bytes: a quarter, from 1 to 8 GB, as Postgres, Dagster and Arrow need some too.
+
+    Of less than 2 GB it is a half: of 1 GB with 1 GB of heap, the system would end Spark. Spark needs 512 MB.
+    """
+    return min(max(memory >> 22, min(1024, max(memory >> 21, 512))), 8192)
 
 
 def _engine_session(settings: Settings, say: Callable[[str], None]) -> "SparkSession":

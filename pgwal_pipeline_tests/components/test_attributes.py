@@ -10,7 +10,7 @@ from pgwal_pipeline.messages.errors import SettingError
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.translator import PgwalTranslator
 from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline.values.table_options import Options
+from pgwal_pipeline.values.table_options import Options, parse_options
 from pgwal_pipeline_tests.project.guides import names, read, tables
 
 pytestmark = pytest.mark.usefixtures("no_settings")
@@ -28,10 +28,10 @@ FITTING: dict[str, Any] = {
     "slot": "a_1",
     "spark_remote": "sc://host:15002",
     "spark_conf": {"spark.driver.memory": "4g"},
-    "spark_catalog": "spark_catalog.lake_{schema}",
     "tables": {"shop.*": {"exclude": ["ssn"]}},
     "table_options": {"shop.*": {"mask": {"phone": "last4"}}},
     "hash_key": "{{ env.HASH_KEY }}",
+    "spark_catalog": "spark_catalog.lake_{schema}",
 }
 WRONG: dict[str, Any] = {
     "lag_threshold": "16 potatoes",
@@ -151,5 +151,5 @@ def test_options_of_tables(name: str) -> None:
     assert given.table_options.of(TableName("shop", "x")) == Options(("ssn",), ("email",))
     assert given.tables == "*.*"
     assert given_settings({"tables": "shop.*"}).without_source().tables == "shop.*"
-    with pytest.raises(SettingError, match="PGWAL_TABLE_OPTIONS gives a.b the option 'excluded'"):
+    with pytest.raises(SettingError, match=r"PGWAL_TABLE_OPTIONS gives a\.b the option 'excluded'"):
         given_settings({name: {"a.b": {"excluded": []}}}).without_source()

@@ -37,6 +37,7 @@ class FakeSlot:
     settings: Settings
     reading: LagReading = START
     away: bool = False
+    unknown: bool = False
     waiting: tuple[TableName, ...] = ()
     older: Mapping[TableName, str] = field(default_factory=dict)
     changed: bool = True
@@ -47,12 +48,18 @@ class FakeSlot:
             raise SourceUnavailable("The source me@there:5432/db cannot be reached.")
         return self.reading
 
+    def present(self, runs: Collection[str]) -> set[str]:
+        return set(runs)
+
     def flushed(self) -> int:
         return self.lag().flush_lsn
 
     def has_changes(self, since: str) -> bool:
         self.looked.append(since)
         return self.changed
+
+    def none_joined(self) -> bool:
+        return self.unknown
 
     def needs_snapshot(self) -> tuple[TableName, ...]:
         return self.waiting
@@ -340,6 +347,9 @@ def test_new_tables_are_asked_for_until_they_are_read(
 ) -> None:
     ticks = Ticks(evaluate_new_tables, source, instance, slot, monkeypatch)
     assert reason(ticks()) == "Every table of the publication has been read."
+    slot.unknown = True
+    assert reason(ticks()) == "No table is known yet; the first sync finds them."
+    slot.unknown = False
     slot.waiting = (TableName("public", "orders"),)
     assert requests(ticks()) == [(None, None, "snapshot 0000000000001000#1")]
     assert requests(ticks()) == [(None, None, "snapshot 0000000000001000#2")]

@@ -9,6 +9,7 @@ import pytest
 
 from pgwal_pipeline.asset_specs import AssetNames, AssetSpecs
 from pgwal_pipeline.components.jobs import Steps, build_jobs
+from pgwal_pipeline.components.resources import ReplicationSlot
 from pgwal_pipeline.components.source import CdcSource
 from pgwal_pipeline.components.upkeep import evaluate_maintenance
 from pgwal_pipeline.lake.layout import Lake
@@ -42,7 +43,7 @@ def test_maintenance_is_asked_for_where_tables_change(tmp_path: Path, instance: 
     def tick(after: float) -> dg.SensorResult:
         nonlocal cursor
         context = dg.build_sensor_context(instance=instance, cursor=cursor)
-        result = evaluate_maintenance(context, source, jobs, _NOW + after)
+        result = evaluate_maintenance(context, source, jobs, ReplicationSlot(), _NOW + after)
         cursor = result.cursor or cursor
         return result
 

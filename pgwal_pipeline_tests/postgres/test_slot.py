@@ -1,6 +1,8 @@
 """The slot against real servers: made, refused, moved, and held by one at a time."""
 
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -275,7 +277,7 @@ def test_one_at_a_time_and_a_killed_holder_is_none(source_matrix: Source) -> Non
     child = hold(source)
     try:
         started = time.monotonic()
-        who = rf"Slot {name_of(source)} is held by another run \(pid \d+, pgwal, user postgres.*since"
+        who = rf"Slot {name_of(source)} is held by another run \(pid \d+, pgwal on {re.escape(platform.node())}, user postgres.*since"
         with pytest.raises(SlotBusy, match=who), slot.exclusive(source.dsn, name_of(source), 0.5):
             raise AssertionError("two at once")
         assert 0.4 < time.monotonic() - started < 20

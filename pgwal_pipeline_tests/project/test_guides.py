@@ -16,6 +16,7 @@ import yaml
 from bench.__main__ import NAMES as BENCHMARKS
 from bench.__main__ import main as bench
 from pgwal_pipeline import definitions as code_location
+from pgwal_pipeline import settings
 from pgwal_pipeline.asset_specs import _CURRENT_COLUMNS, _RAW_COLUMNS, EQUALS_SOURCE_CHECK, FOLLOWED_CHECK, HEALTH_CHECK
 from pgwal_pipeline.cli import main
 from pgwal_pipeline.decode.types import _PLAIN
@@ -70,6 +71,7 @@ def test_variables_that_are_named_exist(path: Path) -> None:
     code = {match for folder in ("pgwal_pipeline", "pgwal_pipeline_tests") for file in (ROOT / folder).rglob("*.py")
             for match in re.findall(r'"(PGWAL_[A-Z_]+)"', file.read_text())}  # fmt: skip
     known = {PREFIX + name.upper() for name in Settings.model_fields} | code
+    known |= {f"{PREFIX}{name.upper()}_FILE" for name in settings._SECRET}
     assert set(re.findall(r"PGWAL_[A-Z_]*[A-Z]", path.read_text())) - known == set()
 
 
@@ -89,7 +91,7 @@ def wrong(command: str) -> str | None:
         if program != "python" and program not in {script.name for script in entry_points(group="console_scripts")}:
             return f"no program {program}"
     if program == "make":
-        targets = re.findall(r"(?m)^([a-z]+):", read("Makefile"))
+        targets = re.findall(r"(?m)^([a-z-]+):", read("Makefile"))
         return next((f"no target {word}" for word in rest if word not in targets), None)
     if program == "pgwal":
         return _wrong_for(main, rest)

@@ -16,7 +16,7 @@ import pytest
 
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.spark import engine
-from pgwal_pipeline.spark.engine_folder import EngineFolder, write_private
+from pgwal_pipeline.spark.engine_folder import EngineFolder, EngineRecord, write_private
 from pgwal_pipeline.spark.session import find_engine, uses_engine
 from pgwal_pipeline_tests.commands import command_lines
 from pgwal_pipeline_tests.support import wait_for
@@ -207,6 +207,38 @@ def test_other_settings_replace_an_engine_that_nobody_uses(own: Engine) -> None:
     leave(client)
 
 
+def _pretended(own: Engine, folder: EngineFolder) -> subprocess.Popen[str]:
+    """A process that holds an engine's lock in `folder`, with a record of the test's lake."""
+    own.folders.add(folder.path)
+    for part in ("clients", "owners"):
+        (folder.path / part).mkdir(parents=True, exist_ok=True)
+    hold = "from pathlib import Path; from pgwal_pipeline.spark.engine_folder import EngineFolder; import sys, time\n"
+    hold += f"lock = EngineFolder(Path({str(folder.path)!r})).be_the_engine()\nprint(lock is not None, flush=True)\ntime.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    own.clients.append(process)
+    assert answer(process) == "True"
+    folder.write_record(EngineRecord(process.pid, process.pid, 1, "token", engine.engine_version(), str(own.lake), 0.0))
+    return process
+
+
+def test_an_engine_of_another_machine_is_left_alone(own: Engine) -> None:
+    """Its process id is that of another process here: folders may be shared among hosts and containers."""
+    here, there = own.folder.of("older-settings"), EngineFolder(own.folder.path.with_name("0badcafe-older-settings"))
+    ours, theirs = _pretended(own, here), _pretended(own, there)
+    engine._end_others(str(own.lake), own.folder)
+    assert ours.wait(10) == -signal.SIGTERM
+    assert theirs.poll() is None
+    assert there.record() is not None
+    theirs.kill()
+    theirs.wait()
+    engine._end_others(str(own.lake), own.folder)
+    assert (there.path / "engine.json").exists()
+    week = time.time() - 8 * 86400
+    os.utime(there.path, (week, week))
+    engine._end_others(str(own.lake), own.folder)
+    assert not there.path.exists()
+
+
 def _failing(own: Engine, conf: str) -> str:
     own.folder_of(PGWAL_SPARK_CONF=conf)
     code = "import sys\nfrom pgwal_pipeline.settings import Settings\nfrom pgwal_pipeline.spark.session import spark_session\n"
@@ -262,16 +294,14 @@ def test_a_folder_that_was_removed_by_half_is_in_nobodys_way(tmp_path: Path, mon
     assert folder.clients() == ([], [])
     assert list(folder.owners()) == []
     assert EngineFolder.all() == [folder]
+    assert folder.is_here
 
 
 def test_an_engine_whose_file_has_another_form_is_replaced(own: Engine) -> None:
     """An older version wrote other fields: such an engine is ended, rather than waited for as if it were starting."""
     folder = own.folder
-    hold = "from pathlib import Path; from pgwal_pipeline.spark.engine_folder import EngineFolder; import sys, time\n"
-    hold += f"lock = EngineFolder(Path({str(folder.path)!r})).be_the_engine()\nprint(lock is not None, flush=True)\ntime.sleep(600)"
-    older = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
-    own.clients.append(older)
-    assert answer(older) == "True"
+    older = _pretended(own, folder)
+    folder.remove_record()
     # While it starts there is no file, and it is waited for.
     assert engine._running(folder) is None
     assert older.poll() is None

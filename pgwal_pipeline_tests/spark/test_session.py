@@ -71,7 +71,9 @@ def test_conf_on_this_machine() -> None:
     assert not any("s3" in name for name in conf)
 
 
-@pytest.mark.parametrize(("memory", "driver"), [(1 << 30, "1024m"), (64 << 30, "8192m")])
+@pytest.mark.parametrize(
+    ("memory", "driver"), [(512 << 20, "512m"), (1 << 30, "512m"), (2 << 30, "1024m"), (4 << 30, "1024m"), (64 << 30, "8192m")]
+)
 def test_driver_memory_has_bounds(memory: int, driver: str) -> None:
     assert spark_conf(Settings(), environment={}, cores=2, memory=memory)["spark.driver.memory"] == driver
 
