@@ -44,7 +44,6 @@ MEANINGS = {
     "spark_remote": "A Spark Connect server instead of a session of our own",
     "spark_idle": "How long the warm engine of a local master outlives its last use",
     "spark_conf": "More Spark settings",
-    "spark_catalog": "Where each current table is registered after a publish",
     "table_options": "What must not arrive of single tables",
     "hash_key": "The key of hashed columns. Take it from the environment, as in '{{ env.HASH_KEY }}': the file is no place for it",
     "spark_catalog": "Each current table is registered there after a publish",
