@@ -78,8 +78,8 @@ class Due:
 def what_is_due(reading: LagReading, unread_seconds: float | None, settings: Settings) -> Due:
     """Decide which job is due, given that a commit may have been unread for `unread_seconds` (None: nothing is unread).
 
-    A sync is due when the slot does not exist, when a commit may have been unread for PGWAL_MAX_STALENESS, or when the lag has reached
-    PGWAL_LAG_THRESHOLD and part of it is unread commits. A publish alone is due when raw or a snapshot holds more than the last publish
+    A sync is due when the slot does not exist, when a commit may have been unread for PGWAL_MAX_STALENESS, when the lag has reached
+    PGWAL_LAG_THRESHOLD and part of it is unread commits, or when a table that has been read whole waits for a drain. A publish alone is due when raw or a snapshot holds more than the last publish
     used.
     """
     if not reading.slot_exists:
@@ -91,6 +91,8 @@ def what_is_due(reading: LagReading, unread_seconds: float | None, settings: Set
         return Due("sync", f"{lag}, the threshold is {settings.lag_threshold:,}.")
     if unread_seconds is not None and unread_seconds >= settings.max_staleness:
         return Due("sync", f"A commit may have been unread for {unread_seconds:.0f} s.")
+    if reading.drain_due:
+        return Due("sync", "A table has been read whole at a later LSN than the slot.")
     if reading.publish_due:
         return Due("publish", "Raw or a snapshot holds more than the newest publish.")
     if unread_seconds is None:

@@ -285,7 +285,8 @@ class LagReading:
     `lag_bytes` is `flush_lsn - confirmed_flush_lsn`, 0 without a slot. `snapshot` is `pg_current_snapshot()` as text; `insert_lsn` is the
     insert position (on a standby the replay position), read *after* it. If the slot is confirmed at or past `insert_lsn`, every transaction
     that wrote has been read, for as long as `snapshot` stays the same: checkpoints and our own reading move the LSN, but not the snapshot.
-    `publish_due`: whether raw or a snapshot has something that the newest publish lacks.
+    `publish_due`: whether raw or a snapshot has something that the newest publish lacks. `drain_due`: whether a table that has been read
+    whole is published only after a drain, since it was read at a later LSN than the frontier.
     """
 
     slot_exists: bool
@@ -295,6 +296,7 @@ class LagReading:
     insert_lsn: int
     snapshot: str
     publish_due: bool = False
+    drain_due: bool = False
     active_pid: int | None = None
     wal_status: str | None = None
     safe_wal_size: int | None = None

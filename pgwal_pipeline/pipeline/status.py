@@ -38,6 +38,7 @@ def lag(settings: Settings) -> LagReading:
         insert_lsn=insert_lsn,
         snapshot=snapshot,
         publish_due=publish_due(ledger),
+        drain_due=drain_due(ledger, flush_lsn),
         active_pid=None if state is None else state.active_pid,
         wal_status=None if state is None else state.wal_status,
         safe_wal_size=None if state is None else state.safe_wal_size,
@@ -74,6 +75,16 @@ def publish_due(ledger: Ledger) -> bool:
     if any(locations.get(state.table) != ledger.lake.current(state.location) for state in ready if state.published is not None):
         return True  # the table has another name now
     return any(window.changes for window in ledger.windows(publish.lsn) if window.end_lsn <= frontier)
+
+
+def drain_due(ledger: Ledger, flush_lsn: int) -> bool:
+    """Return whether a drain up to `flush_lsn` lets a table be published that has been read whole, at a later LSN than the frontier."""
+    frontier = ledger.frontier()
+    return frontier is not None and any(
+        frontier < (state.required_lsn or 0) <= flush_lsn
+        for state in ledger.tables().values()
+        if state.state == "ready" and state.generation is not None and state.generation != state.published
+    )
 
 
 def status(settings: Settings) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def test_a_commit_has_waited_long_enough() -> None:
 
 def test_a_publish_that_is_due_by_itself() -> None:
     assert due(replace(QUIET, publish_due=True), None) == "publish"
+    assert due(replace(QUIET, publish_due=True, drain_due=True), None) == "sync"
     assert due(replace(QUIET, publish_due=True, lag_bytes=8), 5.0) == "publish"
     assert due(replace(QUIET, publish_due=True, lag_bytes=1000), 5.0) == "sync"
 

@@ -174,6 +174,15 @@ def test_a_publish_is_due_where_nothing_else_is(ticks: Ticks, slot: FakeSlot) ->
     assert [job for job, *_ in requests(ticks(90))] == ["publish"]
 
 
+def test_a_table_that_was_read_at_a_later_lsn_than_the_slot_gets_a_drain(ticks: Ticks, slot: FakeSlot) -> None:
+    """No commit may follow the reading for hours, and without a drain past it the table is not published."""
+    ticks()
+    slot.changed = False
+    slot.writes(1)
+    slot.reading = replace(slot.reading, drain_due=True)
+    assert [job for job, *_ in requests(ticks(5))] == ["sync"]
+
+
 def test_a_tick_looks_again_when_a_run_ends(source: CdcSource, slot: FakeSlot, instance: dg.DagsterInstance) -> None:
     jobs = build_jobs(source, Steps.of(source))
     first = watch_lag(_Again(instance, None), source, jobs, cast(ReplicationSlot, slot), seconds=0)

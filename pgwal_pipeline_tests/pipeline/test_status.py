@@ -18,8 +18,13 @@ def test_nothing_is_due_before_a_table_has_been_read_whole(source: Source, make_
     source.sql("INSERT INTO t VALUES (1)")
     pipeline.drain()
     assert not publish_due(pipeline.ledger)
+    assert not status.lag(pipeline.settings).drain_due
+    source.sql("INSERT INTO t VALUES (2)")
     pipeline.snapshot()
+    assert status.lag(pipeline.settings).drain_due
+    assert not publish_due(pipeline.ledger)
     pipeline.drain()
+    assert not status.lag(pipeline.settings).drain_due
     assert publish_due(pipeline.ledger)
 
 
