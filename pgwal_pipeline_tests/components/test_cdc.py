@@ -159,7 +159,7 @@ def test_two_sources_stand_side_by_side(source: Source, tmp_path: Path, monkeypa
         assert {sensor.name for sensor in repository.sensor_defs} == ours | {f"shop_{name}" for name in ours}
         assert repository.get_sensor_def("shop_wal_lag").minimum_interval_seconds == 2
         assert {schedule.name for schedule in repository.schedule_defs} == {
-            f"{prefix}{name}" for prefix in ("", "shop_") for name in ("hourly_sync", "nightly_maintenance")
+            f"{prefix}{name}" for prefix in ("", "shop_") for name in ("hourly_sync",)
         }
         resources = repository.get_top_level_resources()
         assert set(resources) == {f"{prefix}{name}" for prefix in ("", "shop_") for name in ("slot", "spark", "lake")}
