@@ -23,7 +23,7 @@ def assert_nowhere_in(folder: Path, *values: str, said: str = "") -> None:
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert files
     found = [str(path) for path in files if any(form in octets for octets in _contents(path) for form in wanted)]
-    assert found == []
+    assert not found, found
     assert [value for value in values if value in said] == []
 
 
