@@ -73,11 +73,12 @@ def test_every_reader_has_the_rows_of_then(reader: str, published: Pipeline, spa
     assert [(row["id"], row["a b,c"]) for row in lines] == [(number, f"x{number}") for number in range(1, 201) if number % 3]
 
 
-def test_spark_connect_has_the_rows_of_then_and_what_changed(published: Pipeline, spark_connect: Any, tmp_path: Path) -> None:
+def test_spark_connect_has_the_rows_of_then_and_what_changed(published: Pipeline, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     state = open_state(published.settings)
     published.source.sql("UPDATE t SET note = 'later' WHERE id = 2; DELETE FROM t WHERE id = 4; INSERT INTO t (id) VALUES (999)")
     published.drain()
     published.publish()
+    spark_connect = request.getfixturevalue("spark_connect")  # not before the publish, which takes the other session
     assert state.spark("public.t", spark_connect, text=True).where("note = 'n2' AND _pgwal_text_day IS NULL").count() == 1
     newer, target = open_state(published.settings), str(tmp_path / "target")
     changes = newer.changes("public.t", since=state)

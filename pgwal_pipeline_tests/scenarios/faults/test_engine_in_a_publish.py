@@ -75,7 +75,9 @@ class Site:
         self.pipeline.assert_current(*(f"public.{table}" for table in TABLES))
         assert {state.state for state in self.pipeline.ledger.tables().values()} == {"ready"}
         for table in TABLES:
-            raw = pl.scan_delta(self.pipeline.lake.raw(TableName("public", table))).select("_pgwal_commit_lsn", "_pgwal_ordinal", "_pgwal_op")
+            raw = pl.scan_delta(self.pipeline.lake.raw(TableName("public", table))).select(
+                "_pgwal_commit_lsn", "_pgwal_ordinal", "_pgwal_op"
+            )
             assert not raw.collect().is_duplicated().any()
 
 

@@ -163,7 +163,11 @@ def test_another_key_is_refused_until_the_tables_are_read_again(source: Source, 
     assert current(guarded)["email"].to_list() == [hashed("planted-1@mail"), None, hashed("planted-1@mail")]
     other.resnapshot("public.people")
     other.sync()
-    assert current(other)["email"].to_list() == [hashed("planted-1@mail", "a second secret"), None, hashed("planted-1@mail", "a second secret")]
+    assert current(other)["email"].to_list() == [
+        hashed("planted-1@mail", "a second secret"),
+        None,
+        hashed("planted-1@mail", "a second secret"),
+    ]
     with pytest.raises(SettingError):
         guarded.drain()
     assert_nowhere(other, KEY, "a second secret", "planted-1@mail", hashed("planted-1@mail"))
