@@ -149,7 +149,13 @@ def _look(tick: Tick, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") ->
     readings, unread = add_reading(cursor.readings or _first_reading(tick.instance, source), reading, now)
     due = what_is_due(reading, unread, settings)
     at_work = busy(tick.instance, SLOT_TAG, source.tag, slot.present) if due.job is not None else None
-    if due.job == "sync" and not reading.drain_due and at_work is None and (since := worth_a_look(readings, reading)) is not None and not slot.has_changes(since):
+    if (
+        due.job == "sync"
+        and not reading.drain_due
+        and at_work is None
+        and (since := worth_a_look(readings, reading)) is not None
+        and not slot.has_changes(since)
+    ):
         unread = None
         due = what_is_due(reading, unread, settings)
     cursor = replace(cursor, due_since=min(cursor.due_since or now, now) if reading.publish_due else None)

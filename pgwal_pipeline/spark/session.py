@@ -23,6 +23,7 @@ from pgwal_pipeline.spark.java import ensure_java, find_java
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from pyspark.sql.connect.session import SparkSession as ConnectSession
 
 _LOG_SETTINGS = Path(__file__).with_name("log4j2.properties")
 _REMOTE_SECONDS = 15.0
@@ -250,6 +251,8 @@ def _engine_session(settings: Settings, say: Callable[[str], None]) -> "SparkSes
 
 
 _one_at_a_time = threading.Lock()
+_sessions: "dict[str, ConnectSession]" = {}  # of this process, by address; pyspark would give the one it made last for any address
+_making_sessions = threading.Lock()
 _addresses: dict[EngineFolder, str] = {}  # of this process's sessions, with the token
 
 
@@ -261,7 +264,10 @@ def _remote_session(settings: Settings, address: str, name: str) -> "SparkSessio
     # pyspark.sql.functions read this to know for which kind of session they make columns.
     os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
     try:
-        session = ConnectSession.builder.remote(address).getOrCreate()
+        with _making_sessions:
+            session = _sessions.get(address)
+            if session is None or session.is_stopped:
+                session = _sessions[address] = ConnectSession.builder.remote(address).create()
         if DELTA_EXTENSION not in (session.conf.get("spark.sql.extensions", "") or ""):
             raise LakeError(
                 f"The {name} has no Delta Lake; start it with spark.sql.extensions={DELTA_EXTENSION} and "

@@ -49,6 +49,22 @@ def test_the_process_has_one_session(spark: "SparkSession", spark_settings: Sett
     assert spark_session(spark_settings).sparkContext is spark.sparkContext
 
 
+def test_each_connect_server_has_a_session_of_its_own(connect_address: str, spark_settings: Settings) -> None:
+    """Two lakes in one process have two engines. Both addresses are one server here."""
+    addresses = (connect_address, connect_address.replace("127.0.0.1", "localhost"))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
+        made = [spark_settings.model_copy(update={"spark_remote": address, "spark_conf": {}}) for address in addresses]
+        one, other = (spark_session(settings) for settings in made)
+        assert one is not other
+        assert spark_session(made[0]) is one
+        one.stop()
+        assert other.range(3).count() == 3
+        assert spark_session(made[0]).range(2).count() == 2
+        for settings in made:
+            spark_session(settings).stop()
+
+
 def test_nothing_is_left_in_the_working_directory(spark: "SparkSession", tmp_path: Path) -> None:
     _merge(spark, tmp_path / "t")
     assert not Path("spark-warehouse").exists()
