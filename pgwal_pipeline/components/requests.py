@@ -79,8 +79,8 @@ def what_is_due(reading: LagReading, unread_seconds: float | None, settings: Set
     """Decide which job is due, given that a commit may have been unread for `unread_seconds` (None: nothing is unread).
 
     A sync is due when the slot does not exist, when a commit may have been unread for PGWAL_MAX_STALENESS, when the lag has reached
-    PGWAL_LAG_THRESHOLD and part of it is unread commits, or when a table that has been read whole waits for a drain. A publish alone is due when raw or a snapshot holds more than the last publish
-    used.
+    PGWAL_LAG_THRESHOLD and part of it is unread commits, or when a table that has been read whole waits for a drain. A publish alone is
+    due when raw or a snapshot holds more than the last publish used.
     """
     if not reading.slot_exists:
         return Due("sync", f"Slot {settings.slot} does not exist yet.")
