@@ -174,29 +174,15 @@ def commit(
     marker: Transaction | None = None,
     replace: bool = False,
 ) -> None:
-    """Commit `actions` to `table` at `uri`, bring `table` up to date and make sure that the commit is on disk.
+    """Commit `actions` to `table` at `uri` and make sure that the commit is on disk.
 
-    With `replace` all other files are removed, and any commit since `table` was opened gives CommitFailedError.
+    `table` stays at an earlier version: bringing it up to date (`update_incremental`) takes as long as opening it. With `replace` all other
+    files are removed, and any commit since `table` was opened gives CommitFailedError.
 
     Files that are only added do not conflict with the commits of others. With a marker, if two writers with the same `app_id` commit on top
     of one version, the slower one gets CommitFailedError and must check again; `table.transaction_version(app_id)` is then the marker's
     version.
     """
-    commit_last(lake, uri, table, actions, partition_by=partition_by, marker=marker, replace=replace)
-    table.update_incremental()
-
-
-def commit_last(
-    lake: Lake,
-    uri: str,
-    table: DeltaTable,
-    actions: Sequence[AddAction | RemoveAction],
-    *,
-    partition_by: Sequence[str] = (),
-    marker: Transaction | None = None,
-    replace: bool = False,
-) -> None:
-    """Do as `commit`, but leave `table` at an earlier version: bringing it up to date takes as long as opening it."""
     before = table.version()
     for attempt in range(1, _COMMIT_TRIES + 1):
         try:

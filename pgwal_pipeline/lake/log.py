@@ -221,6 +221,7 @@ class RowLog:
         except CommitFailedError:
             file.discard()
             return False
+        self._table.update_incremental()
         self._files[name] = rows
         self._load()
         return True

@@ -25,7 +25,7 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake.delta import (
     ATTEMPTS,
     Clash,
-    commit_last,
+    commit,
     crowded,
     ensure_table,
     lake_errors,
@@ -445,7 +445,7 @@ def _commit_table(lake: Lake, key: str, write: TableWrite) -> None:
             actions = [add_action(file, {WINDOW: key}) for file in _in_place(lake, key, write)]
             try:
                 # With the marker the slower of two processes that commit the same window fails, checks again and finds the window.
-                commit_last(lake, write.path, table, actions, partition_by=[WINDOW], marker=Transaction(_MARKER, table.version()))
+                commit(lake, write.path, table, actions, partition_by=[WINDOW], marker=Transaction(_MARKER, table.version()))
             except CommitFailedError:
                 table.update_incremental()
             else:

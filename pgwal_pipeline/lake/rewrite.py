@@ -167,6 +167,7 @@ def write(found: Small, rows: "DataFrame", to_lsn: int) -> int:
             lost = LakeError(f"{found.path}: another writer changed this table at the same time; nothing was changed here, try again.")
             lost.transient = True
             raise lost from error
+        found.table.update_incremental()
     _checkpoint(found)
     failpoints.hit("publish.in_merge")
     return changed

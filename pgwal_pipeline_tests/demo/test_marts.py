@@ -116,6 +116,7 @@ def test_the_marts_follow_the_source(shop: Shop) -> None:
     assert len(told) > 30
 
 
+@pytest.mark.soak
 def test_a_run_that_died_after_it_wrote_does_no_harm(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the merge and the materialization, and the next run reads a newer publish."""
     first = open_state(shop.pipeline.settings)
