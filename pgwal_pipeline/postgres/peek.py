@@ -3,22 +3,22 @@
 import psycopg2
 
 from pgwal_pipeline.postgres.connection import Connection
+from pgwal_pipeline.postgres.publication_query import published_sql
 from pgwal_pipeline.values.relation import quote_ident
 from pgwal_pipeline.values.xid import Snapshot
 
 _ROWS = 1000
 _DEFINITIONS = """
     SELECT EXISTS (
-        SELECT FROM pg_publication_tables p
-        JOIN pg_namespace n ON n.nspname = p.schemaname
-        JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = p.tablename
-        LEFT JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0
-        WHERE p.pubname = %s AND (
-            least(age(c.xmin), age(a.xmin)) <= pg_snapshot_xmax(pg_current_snapshot())::text::bigint - %s
-            OR ARRAY[c.xmin::text::bigint, a.xmin::text::bigint] && %s::bigint[]))"""
+        SELECT FROM ({published}) p
+        JOIN pg_catalog.pg_class c ON c.oid = p.relid
+        LEFT JOIN pg_catalog.pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0
+        WHERE least(pg_catalog.age(c.xmin), pg_catalog.age(a.xmin))
+                <= pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint - %s
+            OR ARRAY[c.xmin::text::bigint, a.xmin::text::bigint] && %s::bigint[])"""
 _CHANGES = """
-    SELECT count(*), count(*) FILTER (WHERE get_byte(data, 0) NOT IN (ascii('B'), ascii('C')))
-    FROM pg_logical_slot_peek_binary_changes(%s, NULL, %s, 'proto_version', '1', 'publication_names', %s)"""
+    SELECT count(*), count(*) FILTER (WHERE pg_catalog.get_byte(data, 0) NOT IN (pg_catalog.ascii('B'), pg_catalog.ascii('C')))
+    FROM pg_catalog.pg_logical_slot_peek_binary_changes(%s, NULL, %s, 'proto_version', '1', 'publication_names', %s)"""
 
 
 def has_changes(conn: Connection, slot: str, publication: str, since: Snapshot) -> bool:
@@ -32,7 +32,8 @@ def has_changes(conn: Connection, slot: str, publication: str, since: Snapshot) 
     most = 1 if conn.info.server_version >= 150000 else _ROWS
     try:
         conn.execute("SET statement_timeout = '1s'")
-        ((defined,),) = conn.execute(_DEFINITIONS, [publication, since.high, [xid % (1 << 32) for xid in since.running]]).fetchall()
+        definitions = _DEFINITIONS.format(published=published_sql(conn.info.server_version))
+        ((defined,),) = conn.execute(definitions, [publication, since.high, [xid % (1 << 32) for xid in since.running]]).fetchall()
         if defined:
             return True
         ((rows, found),) = conn.execute(_CHANGES, [slot, most, quote_ident(publication)]).fetchall()

@@ -65,6 +65,15 @@ def test_what_changes_no_table_of_the_publication_is_no_change(ours: Slot) -> No
 
 
 @pytest.mark.matrix
+def test_a_locked_table_is_not_waited_for_and_is_no_change(ours: Slot) -> None:
+    with connect(ours.source.dsn) as conn:
+        conn.execute(b"BEGIN")
+        conn.execute(b"LOCK public.t IN ACCESS EXCLUSIVE MODE")
+        assert not ours.changed
+        conn.execute(b"ROLLBACK")
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "statement",
     [
