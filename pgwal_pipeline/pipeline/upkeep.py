@@ -174,6 +174,7 @@ class _Work:
             with alone(self.settings):
                 upkeep.set_properties(self.spark(), path, wanted)
         upkeep.vacuum(self.spark(), path, hours)
+        self._name_new_version(path)  # what a vacuum says of itself in the log makes versions too
 
 
 def _oldest_named(ledger: Ledger, paths: list[str]) -> dict[str, int]:
