@@ -7,7 +7,6 @@ from typing import Literal
 
 import dagster as dg
 
-from pgwal_pipeline.components.processes import Present, end_dead_runs
 from pgwal_pipeline.pipeline.reports import LagReading
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import parse_window_key, window_key
@@ -135,12 +134,8 @@ def reading_of_last_drain(instance: dg.DagsterInstance, slot: dg.AssetKey) -> So
     return None
 
 
-def busy(instance: dg.DagsterInstance, tag: str, value: str, present: Present) -> str | None:
-    """Return a sentence naming the active run with this tag; None if there is none. Runs whose process is gone are ended first.
-
-    `present` tells which runs show themselves in the source.
-    """
-    end_dead_runs(instance, [(tag, value)], present)
+def busy(instance: dg.DagsterInstance, tag: str, value: str) -> str | None:
+    """Return a sentence naming the active run with this tag; None if there is none. The caller has ended dead runs (`end_dead_runs`)."""
     active = instance.get_run_records(dg.RunsFilter(tags={tag: value}, statuses=list(ACTIVE)), limit=1)
     if not active:
         return None

@@ -2,7 +2,6 @@
 
 import json
 import time
-import time as clock
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -112,19 +111,19 @@ def watch_lag(tick: Tick, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot"
     Dagster's ticks are five seconds apart, which is half of what a change takes to `current`. Where nothing is unread the tick ends at
     once, as it does during the pause after failures.
     """
-    until = clock.monotonic() + seconds
+    until = time.monotonic() + seconds
     events: list[Any] = []
     while True:
         result, wait = _look(tick, source, jobs, slot)
         events += result.asset_events
-        if wait is None or clock.monotonic() + wait > until:
+        if wait is None or time.monotonic() + wait > until:
             return result._replace(asset_events=events)
         if wait:
-            clock.sleep(wait)
+            time.sleep(wait)
         else:
-            while clock.monotonic() < until and busy(tick.instance, SLOT_TAG, source.tag, slot.present) is not None:
-                clock.sleep(_POLLED)
-        if clock.monotonic() >= until:
+            while time.monotonic() < until and busy(tick.instance, SLOT_TAG, source.tag) is not None:
+                time.sleep(_POLLED)
+        if time.monotonic() >= until:
             return result._replace(asset_events=events)
         tick = _Again(tick.instance, result.cursor)
 
@@ -148,14 +147,8 @@ def _look(tick: Tick, source: CdcSource, jobs: Jobs, slot: "ReplicationSlot") ->
     now = time.time()
     readings, unread = add_reading(cursor.readings or _first_reading(tick.instance, source), reading, now)
     due = what_is_due(reading, unread, settings)
-    at_work = busy(tick.instance, SLOT_TAG, source.tag, slot.present) if due.job is not None else None
-    if (
-        due.job == "sync"
-        and not reading.drain_due
-        and at_work is None
-        and (since := worth_a_look(readings, reading)) is not None
-        and not slot.has_changes(since)
-    ):
+    at_work = busy(tick.instance, SLOT_TAG, source.tag) if due.job is not None else None
+    if due.job == "sync" and at_work is None and (since := worth_a_look(readings, reading)) is not None and not slot.has_changes(since):
         unread = None
         due = what_is_due(reading, unread, settings)
     cursor = replace(cursor, due_since=min(cursor.due_since or now, now) if reading.publish_due else None)
@@ -250,9 +243,8 @@ def evaluate_new_tables(context: dg.SensorEvaluationContext, source: CdcSource, 
     blocked = slot.blocked(waiting)
     if len(blocked) == len(waiting):
         return dg.SensorResult(skip_reason=f"To be read: {', '.join(map(str, waiting[:_NAMES_SHOWN]))}. {next(iter(blocked.values()))}")
-    held = busy(context.instance, SNAPSHOT_TAG, source.tag, slot.present) or pausing(
-        context.instance, SNAPSHOT_TAG, source.tag, {jobs.snapshot.name}
-    )
+    end_dead_runs(context.instance, [(SNAPSHOT_TAG, source.tag)], slot.present)
+    held = busy(context.instance, SNAPSHOT_TAG, source.tag) or pausing(context.instance, SNAPSHOT_TAG, source.tag, {jobs.snapshot.name})
     names = ", ".join(map(str, waiting[:_NAMES_SHOWN])) + (", …" if len(waiting) > _NAMES_SHOWN else "")
     if held is not None:
         return dg.SensorResult(skip_reason=f"To be read: {names}. {held}")
@@ -293,7 +285,8 @@ def evaluate_hourly_sync(instance: dg.DagsterInstance, source: CdcSource, slot: 
     reading = slot.lag()
     if reading.slot_exists and add_reading(_first_reading(instance, source), reading, time.time())[1] is None:
         return dg.SkipReason("Nothing is unread.")
-    held = busy(instance, SLOT_TAG, source.tag, slot.present)
+    end_dead_runs(instance, [(SLOT_TAG, source.tag)], slot.present)
+    held = busy(instance, SLOT_TAG, source.tag)
     key = window_to_drain(reading)
     if held is not None or key is None:
         return dg.SkipReason(held or "Nothing is flushed yet.")

@@ -55,7 +55,7 @@ def evaluate_maintenance(
     need = what_is_needed(source.settings, Ledger(Lake(source.settings.lake)), seen, now)
     if not need:
         return dg.SensorResult(skip_reason=need.reason, cursor=_dump(attempt, need.seen))
-    held = busy(context.instance, MAINTENANCE_TAG, source.tag, present)
+    held = busy(context.instance, MAINTENANCE_TAG, source.tag)
     held = held or pausing(context.instance, MAINTENANCE_TAG, source.tag, {jobs.maintenance.name})
     if held is not None:
         return dg.SensorResult(skip_reason=f"{need.reason} {held}")

@@ -79,12 +79,13 @@ def publish_due(ledger: Ledger) -> bool:
 
 def drain_due(ledger: Ledger, flush_lsn: int) -> bool:
     """Return whether a drain up to `flush_lsn` lets a table be published that has been read whole, at a later LSN than the frontier."""
-    frontier = ledger.frontier()
-    return frontier is not None and any(
-        frontier < (state.required_lsn or 0) <= flush_lsn
+    unpublished = [
+        state.required_lsn or 0
         for state in ledger.tables().values()
         if state.state == "ready" and state.generation is not None and state.generation != state.published
-    )
+    ]
+    frontier = ledger.frontier() if unpublished else None
+    return frontier is not None and any(frontier < lsn <= flush_lsn for lsn in unpublished)
 
 
 def status(settings: Settings) -> dict[str, Any]:

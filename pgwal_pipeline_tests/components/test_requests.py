@@ -151,7 +151,7 @@ def test_busy_names_the_run(instance: dg.DagsterInstance) -> None:
     @dg.job
     def sync() -> None: ...
 
-    assert busy(instance, "pgwal/slot", "s", set) is None
+    assert busy(instance, "pgwal/slot", "s") is None
     queued = instance.create_run_for_job(sync, tags={"pgwal/slot": "s"}, status=dg.DagsterRunStatus.STARTING)
-    assert busy(instance, "pgwal/slot", "s", set) == f"Run {queued.run_id.split('-')[0]} of sync is starting."
-    assert busy(instance, "pgwal/slot", "other", set) is None
+    assert busy(instance, "pgwal/slot", "s") == f"Run {queued.run_id.split('-')[0]} of sync is starting."
+    assert busy(instance, "pgwal/slot", "other") is None

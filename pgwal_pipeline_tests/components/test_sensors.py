@@ -102,7 +102,9 @@ class Ticks:
         self.jobs = build_jobs(source, Steps.of(source))
         self.cursor: str | None = None
         self.now = 1_800_000_000.0
-        monkeypatch.setattr("pgwal_pipeline.components.sensors.time", SimpleNamespace(time=lambda: self.now))
+        monkeypatch.setattr(
+            "pgwal_pipeline.components.sensors.time", SimpleNamespace(time=lambda: self.now, monotonic=time.monotonic, sleep=time.sleep)
+        )
 
     def __call__(self, after: float = 10.0) -> dg.SensorResult:
         self.now += after
