@@ -71,6 +71,12 @@ class Site:
     def publish(self, **more: str) -> subprocess.CompletedProcess[str]:
         return self.pipeline.child(PUBLISH, environment=self.environment(**more), timeout=300)
 
+    def assert_heals(self) -> None:
+        """Fail unless the next publish brings everything right."""
+        healed = self.publish()
+        assert healed.returncode == 0, healed.stderr
+        self.assert_right()
+
     def assert_right(self) -> None:
         self.pipeline.assert_current(*(f"public.{table}" for table in TABLES))
         assert {state.state for state in self.pipeline.ledger.tables().values()} == {"ready"}
@@ -104,9 +110,7 @@ def test_its_jvm_is_killed(point: str, site: Site) -> None:
         os.kill(jvm_of(folder), signal.SIGKILL)
         site.held.unlink()
         process.wait(240)
-    healed = site.publish()
-    assert healed.returncode == 0, healed.stderr
-    site.assert_right()
+    site.assert_heals()
 
 
 @pytest.mark.soak
@@ -119,9 +123,7 @@ def test_its_own_process_is_killed(site: Site) -> None:
         os.kill(pid, signal.SIGKILL)
         site.held.unlink()
         process.wait(240)
-    healed = site.publish()
-    assert healed.returncode == 0, healed.stderr
-    site.assert_right()
+    site.assert_heals()
 
 
 @pytest.mark.soak
@@ -161,9 +163,7 @@ def test_it_hangs_and_comes_back(site: Site) -> None:
         assert process.poll() is None
         # Whoever came meanwhile did not get an answer and has ended it: the run fails, or it had its answer before.
         process.wait(240)
-    healed = site.publish()
-    assert healed.returncode == 0, healed.stderr
-    site.assert_right()
+    site.assert_heals()
 
 
 @pytest.mark.soak
@@ -176,9 +176,7 @@ def test_it_hangs_and_its_run_is_killed(site: Site) -> None:
         process.kill()
         process.wait()
         site.held.unlink()
-    healed = site.publish()
-    assert healed.returncode == 0, healed.stderr
-    site.assert_right()
+    site.assert_heals()
     assert jvm_of(folder) != jvm
 
 

@@ -1,21 +1,18 @@
 """The source's password, however it is given, stands nowhere: not in output, Dagster's folder, the lake or the process list."""
 
 import os
-import sqlite3
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 
 from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.postgres.connection import plain_session
 from pgwal_pipeline_tests.commands import Commands, command_lines
+from pgwal_pipeline_tests.octets import octets_in
 from pgwal_pipeline_tests.support import wait_for
 
 # Its middle is in every way of writing it, but for the one in which each byte is percent-encoded.
@@ -72,23 +69,8 @@ class Runs:
             _without_secret(text.encode(), text)
         files = [path for path in self.commands.folder.rglob("*") if path.is_file()]
         for path in files:
-            for octets in _contents(path):
+            for octets in octets_in(path):
                 _without_secret(octets, path)
-
-
-def _contents(path: Path) -> Iterator[bytes]:
-    """A file's bytes and name, and what is compressed in it."""
-    yield path.read_bytes() + os.fsencode(path)
-    if path.suffix == ".parquet":
-        yield repr(pq.read_table(path).to_pylist()).encode()
-    if path.read_bytes()[:15] == b"SQLite format 3":
-        with closing(sqlite3.connect(path)) as database:
-            for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
-                for row in database.execute(f'SELECT * FROM "{table}"'):
-                    for value in row:
-                        if isinstance(value, bytes):
-                            with suppress(zlib.error):
-                                yield zlib.decompress(value)
 
 
 def _without_secret(octets: bytes, where: object) -> None:
