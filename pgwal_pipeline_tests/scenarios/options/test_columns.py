@@ -144,10 +144,10 @@ def test_options_that_come_later_clean_every_layer_and_options_that_go_read_agai
     pipeline.sync()
     assert verify(pipeline.settings, pipeline.spark, progress=Silent()).equal
     assert current(pipeline)["ssn"].null_count() == 0
-    source.sql("UPDATE people SET ssn = 'new' WHERE id = 1")
+    pipeline.assert_current("public.plain")
+    source.sql("UPDATE people SET ssn = 'new' WHERE id = 1; UPDATE people SET born = '2001-02-03' WHERE id = 2")
     pipeline.sync()
-    assert verify(pipeline.settings, pipeline.spark, progress=Silent()).equal
-    assert current(pipeline)["ssn"].null_count() == 0
+    pipeline.assert_current("public.people", "public.plain")
 
 
 def test_another_key_is_refused_until_the_tables_are_read_again(source: Source, pipeline: Pipeline) -> None:
