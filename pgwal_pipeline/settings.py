@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, SecretStr, ValidationError, field_validator
 
 from pgwal_pipeline.messages.errors import SettingError
+from pgwal_pipeline.values.catalog_name import PATTERN as CATALOG_PATTERN
 from pgwal_pipeline.values.protection import Protection
 from pgwal_pipeline.values.table_options import OptionError, TableOptions, parse_options
 
@@ -182,7 +183,7 @@ class Settings(BaseModel):
     spark_catalog: Annotated[
         str | None,
         Field(
-            pattern=r"\A[A-Za-z0-9_-]+\.([A-Za-z0-9_-]|\{schema\})+$",
+            pattern=CATALOG_PATTERN,
             description="a catalog and a schema pattern, of letters, digits, - and _, such as spark_catalog.lake_{schema}",
         ),
     ] = None

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import pyarrow.fs as pafs
 from deltalake import DeltaTable
 
-from pgwal_pipeline.lake.delta import lake_errors, open_table
+from pgwal_pipeline.lake.delta import has_checkpoint, lake_errors, open_table
 from pgwal_pipeline.lake.layout import Lake, filesystem, remove_file, storage_options
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.messages.errors import LakeError
@@ -58,7 +58,7 @@ def clean_current(lake: Lake, location: TableName) -> None:
         return
     with lake_errors(uri):
         version = table.version()
-        if not _is_checkpoint(lake, path, version):
+        if not has_checkpoint(lake, uri, version):
             DeltaTable(uri, storage_options=storage_options(uri)).create_checkpoint()
         named = {f"{path}/{unquote(name)}" for name in table.get_add_actions()["path"].to_pylist()}
         found, log = _files(lake, path), f"{path}/_delta_log/"
@@ -78,10 +78,6 @@ def _version_of(name: str) -> int | None:
     """The version that a file of a Delta log belongs to; None for a file that belongs to none."""
     number = name.lstrip(".").split(".", 1)[0]
     return int(number) if len(number) == 20 and number.isdigit() else None
-
-
-def _is_checkpoint(lake: Lake, path: str, version: int) -> bool:
-    return any(_version_of(info.base_name) == version and ".checkpoint." in info.base_name for info in _files(lake, f"{path}/_delta_log"))
 
 
 def _is_vector(name: str) -> bool:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import pyarrow as pa
+import pyarrow.fs as pafs
 from deltalake import CommitProperties, DeltaTable, Field, PostCommitHookProperties, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
-from pgwal_pipeline.lake.layout import Lake, storage_options
+from pgwal_pipeline.lake.layout import Lake, filesystem, storage_options
 from pgwal_pipeline.lake.parquet import flush, make_folder
 from pgwal_pipeline.messages.errors import LakeError
 
@@ -231,6 +232,15 @@ def _flush_commits_after(lake: Lake, uri: str, before: int) -> None:
     if lake.is_local:
         paths = (_commit_path(lake, uri, version) for version in count(before + 1))
         flush(lake, list(takewhile(lambda path: (Path(lake.uri) / path).exists(), paths)))
+
+
+def has_checkpoint(lake: Lake, uri: str, version: int) -> bool:
+    """Return whether a version of the table at `uri` has a checkpoint, of whatever form.
+
+    One that is written again may differ in size, and then fails who is reading it.
+    """
+    log = filesystem(lake.uri).get_file_info(pafs.FileSelector(f"{lake.relative(uri)}/_delta_log", allow_not_found=True))
+    return any(entry.base_name.startswith(f"{version:020}.checkpoint.") for entry in log)
 
 
 def _commit_path(lake: Lake, uri: str, version: int) -> str:

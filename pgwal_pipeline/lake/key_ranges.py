@@ -35,6 +35,7 @@ from pgwal_pipeline.lake.files import Files
 from pgwal_pipeline.lake.fold import holder_in_raw
 from pgwal_pipeline.lake.layout import filesystem
 from pgwal_pipeline.lake.parquet import plain_type
+from pgwal_pipeline.lake.standing import physical_names
 
 _ORDERED = (BooleanType, ShortType, IntegerType, LongType, StringType, DateType, TimestampType, TimestampNTZType, DecimalType)
 """Types whose order is the same for Arrow, Spark and the statistics. Floats are not: -0.0 equals 0.0, and nothing is beyond NaN."""
@@ -132,11 +133,6 @@ def _files_of(target: DeltaTable, names: Sequence[str]) -> _TargetFiles:
 
 def _bounds(low: Any, high: Any) -> tuple[Any, Any] | None:
     return None if low is None or high is None else (low, high)
-
-
-def physical_names(table: DeltaTable) -> dict[str, str]:
-    """Return the names that the columns have in the files and in the log's statistics."""
-    return {field.name: str(field.metadata.get("delta.columnMapping.physicalName", field.name)) for field in table.schema().fields}
 
 
 def _keys(changes: Files, kinds: Mapping[str, DataType]) -> tuple[Keys, bool] | None:

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 
-import pyarrow.fs as pafs
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.lake.delta import lake_errors, open_table
+from pgwal_pipeline.lake.delta import has_checkpoint, lake_errors, open_table
 from pgwal_pipeline.lake.faults import table_work
-from pgwal_pipeline.lake.layout import Lake, filesystem, stored
+from pgwal_pipeline.lake.layout import Lake, stored
 from pgwal_pipeline.lake.ledger import LOGS
 from pgwal_pipeline.lake.log import CONFIGURATION as LEDGER
 from pgwal_pipeline.lake.maintenance import Refused, raised
@@ -41,18 +40,12 @@ def _shorten(lake: Lake, uri: str, properties: Mapping[str, str]) -> None:
         try:
             _set(table, properties)
             table.update_incremental()
-            if not _has_checkpoint(lake, uri, table.version()):
+            if not has_checkpoint(lake, uri, table.version()):
                 table.create_checkpoint()
             failpoints.hit("maintenance.after_checkpoint")
             table.cleanup_metadata()
         except CommitFailedError:
             return
-
-
-def _has_checkpoint(lake: Lake, uri: str, version: int) -> bool:
-    """Whether the newest version has a checkpoint. One that is written again may differ in size, and then fails who is reading it."""
-    path = f"{lake.relative(uri)}/_delta_log/{version:020}.checkpoint.parquet"
-    return filesystem(lake.uri).get_file_info(path).type == pafs.FileType.File
 
 
 def _set(table: DeltaTable, properties: Mapping[str, str]) -> None:

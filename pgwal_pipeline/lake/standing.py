@@ -84,6 +84,11 @@ def row_count(path: str, version: int | None = None) -> int:
         return QueryBuilder().register("t", table).execute("SELECT count(*) AS n FROM t").read_all()["n"][0].as_py()
 
 
+def physical_names(table: DeltaTable) -> dict[str, str]:
+    """Return the names that a table's columns have in the files and in the log's statistics, by their names in the table."""
+    return {field.name: str(field.metadata.get("delta.columnMapping.physicalName", field.name)) for field in table.schema().fields}
+
+
 def written_rows(path: str) -> int:
     """Return about how many rows the table at `path` has, see `rows_in`; 0 if there is no table."""
     table = open_current(path)

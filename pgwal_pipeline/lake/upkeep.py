@@ -21,11 +21,10 @@ from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake import properties, statements, table_log
 from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.isolation import conf_for, failures, isolated
-from pgwal_pipeline.lake.key_ranges import physical_names
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.parquet import discard_file, flush, make_folder, move
 from pgwal_pipeline.lake.replacing import by_key, file_bytes
-from pgwal_pipeline.lake.standing import hours_since, open_current, written_rows
+from pgwal_pipeline.lake.standing import hours_since, open_current, physical_names, written_rows
 from pgwal_pipeline.lake.table_log import Add
 from pgwal_pipeline.messages.errors import LakeError
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pgwal_pipeline.lake.columns import key_parts, null_of, quote
-from pgwal_pipeline.lake.current import delta_features, widen
+from pgwal_pipeline.lake.current import widen
 from pgwal_pipeline.lake.isolation import failures, isolated, set_write_options
 from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.properties import delta_features
 from pgwal_pipeline.lake.standing import open_current, version
 from pgwal_pipeline.lake.statements import table_at
 from pgwal_pipeline.messages.errors import PgwalError

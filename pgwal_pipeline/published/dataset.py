@@ -17,7 +17,7 @@ import pyarrow.dataset as pads
 
 from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.layout import filesystem
-from pgwal_pipeline.lake.standing import open_current
+from pgwal_pipeline.lake.standing import open_current, physical_names
 from pgwal_pipeline.messages.errors import LakeError
 
 _BATCH_ROWS = 131_072
@@ -47,10 +47,10 @@ class TableDataset(pads.Dataset):
         self._table = table
         with lake_errors(path):
             self._schema = _arrow_schema(table)
+            self._stored = physical_names(table)
             fields = json.loads(table.schema().to_json())["fields"]
         self.delta_types: Mapping[str, Any] = {field["name"]: field["type"] for field in fields}
         """The columns' types as Delta's log writes them."""
-        self._stored = {field["name"]: field["metadata"].get("delta.columnMapping.physicalName", field["name"]) for field in fields}
         self._stored_schema = pa.schema([field.with_name(self._stored[field.name]) for field in self._schema])
 
     @property

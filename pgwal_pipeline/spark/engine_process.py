@@ -102,7 +102,7 @@ def _start(folder: EngineFolder, plan: Mapping[str, Any]) -> tuple[subprocess.Po
         jvm = spawn(command, log, death_signal=signal.SIGKILL, env=environment, cwd=folder.scratch)
     deadline = time.monotonic() + _START_SECONDS
     try:
-        while not _listens(port):
+        while not listens(port):
             if jvm.poll() is not None or time.monotonic() > deadline:
                 raise _Ended
             time.sleep(0.05)
@@ -114,7 +114,8 @@ def _start(folder: EngineFolder, plan: Mapping[str, Any]) -> tuple[subprocess.Po
     return jvm, EngineRecord(os.getpid(), jvm.pid, port, token, plan["version"], plan["lake"], time.time())
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
+    """Return whether somebody listens on a port of the loopback."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:

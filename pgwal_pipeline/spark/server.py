@@ -8,7 +8,6 @@ belongs to it alone.
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from pgwal_pipeline.host.limits import machine_memory
 from pgwal_pipeline.messages.errors import PgwalError, SettingError
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.spark.engine_folder import write_private
-from pgwal_pipeline.spark.engine_process import JAVA_OPTIONS, SERVER_CLASS, properties
+from pgwal_pipeline.spark.engine_process import JAVA_OPTIONS, SERVER_CLASS, listens, properties
 from pgwal_pipeline.spark.jars import spark_home
 from pgwal_pipeline.spark.session import ENGINE_CONF, ensure_jars, launch_environment, spark_conf
 
@@ -44,7 +43,7 @@ def serve(settings: Settings, port: int, scratch: Path) -> int:
     signal.signal(signal.SIGINT, _end)
     jvm = subprocess.Popen(command, env=environment, cwd=scratch, stdin=subprocess.DEVNULL)
     try:
-        while jvm.poll() is None and not _listens(port):
+        while jvm.poll() is None and not listens(port):
             time.sleep(_POLL_SECONDS)
         _warm_up(port, scratch)
         return jvm.wait()
@@ -103,14 +102,6 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def _listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-    except OSError:
-        return False
-    return True
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from pgwal_pipeline.values.relation import TableName
 
-_PATTERN = re.compile(r"([A-Za-z0-9_-]+)\.((?:[A-Za-z0-9_-]|\{schema\})+)\Z")
+PATTERN = r"^([A-Za-z0-9_-]+)\.((?:[A-Za-z0-9_-]|\{schema\})+)$"
+"""What the text of a CatalogPattern matches as a whole."""
+
 _UNUSUAL = re.compile(r"[^a-z0-9_]")
 
 
@@ -46,7 +48,7 @@ class CatalogPattern:
     @classmethod
     def parse(cls, text: str) -> "CatalogPattern":
         """Read `catalog.schema-pattern`. Raises ValueError."""
-        match = _PATTERN.match(text)
+        match = re.fullmatch(PATTERN, text)
         if match is None:
             raise ValueError(f"{text!r} is not a catalog and a schema such as spark_catalog.lake_{{schema}}")
         return cls(match[1], match[2])

@@ -11,6 +11,7 @@ import pytest
 from pgwal_pipeline.host.spawn import free_port
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.spark import server
+from pgwal_pipeline.spark.engine_process import listens
 from pgwal_pipeline.spark.session import spark_session
 from pgwal_pipeline_tests.support import wait_for
 
@@ -45,14 +46,14 @@ def test_it_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     environment = os.environ | {"SPARK_LOCAL_DIRS": str(scratch), "PGWAL_LAKE": str(lake), "PGWAL_SPARK_CONF": conf}
     process = subprocess.Popen([sys.executable, "-m", server.__name__, str(port)], env=environment)
     try:
-        wait_for(lambda: server._listens(port) or process.poll() is not None, seconds=120, what="the server")
+        wait_for(lambda: listens(port) or process.poll() is not None, seconds=120, what="the server")
         assert not (scratch / "blockmgr-1").exists()
         session = spark_session(Settings(lake=str(lake), spark_remote=f"sc://127.0.0.1:{port}"))
         session.range(3).write.format("delta").save(str(lake / "t"))
         assert session.read.format("delta").load(str(lake / "t")).count() == 3
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-        assert not server._listens(port)
+        assert not listens(port)
     finally:
         process.kill()
         process.wait()
