@@ -1,5 +1,6 @@
 """What keeps a sensor from looking is a failed tick with the reason, so that an alert can go by it."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,7 +66,7 @@ def test_a_quiet_source_stays_fresh_and_one_that_is_not_read_does_not(
     source.sql("CREATE TABLE t (id int PRIMARY KEY)")
     bootstrap(settings := Settings.from_environment(), progress=Silent())
     with sensor_daemon(instance) as daemon:
-        monkeypatch.setattr(sensors, "time", SimpleNamespace(time=lambda: daemon.now))
+        monkeypatch.setattr(sensors, "time", SimpleNamespace(time=lambda: daemon.now, monotonic=time.monotonic))
 
         def states(hours: float, *, drained: bool) -> set[FreshnessState]:
             found = set()
