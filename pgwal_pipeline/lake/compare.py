@@ -13,6 +13,7 @@ from deltalake import write_deltalake
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
+from pgwal_pipeline.lake import kept
 from pgwal_pipeline.lake.bag import with_texts
 from pgwal_pipeline.lake.columns import exact_row, key_parts, same_types
 from pgwal_pipeline.lake.delta import lake_errors
@@ -55,13 +56,14 @@ def compare(
 ) -> Comparison:
     """Compare `actual` with `expected`, the paths of two Delta tables, by `key`, or as bags of rows if it is empty.
 
-    `version` is that of `actual`, by default the newest. `columns` are the columns to compare, by default all of the expected ones; their
-    texts in `_pgwal_text` are compared if both tables have it. Raises LakeError for a column that `actual` lacks or has with another type,
-    or if Spark fails.
+    Deleted rows that `actual` keeps do not count. `version` is that of `actual`, by default the newest. `columns` are the columns to
+    compare, by default all of the expected ones; their texts in `_pgwal_text` are compared if both tables have it. Raises LakeError for a
+    column that `actual` lacks or has with another type, or if Spark fails.
     """
     with isolated(spark, conf_for(written_rows(expected) + written_rows(actual))) as session:
         ours = _read(session, expected, None)
-        theirs = _read(session, actual, version)
+        whole = _read(session, actual, version)
+        theirs = kept.living(whole, whole.columns)
         names = [name for name in (ours.columns if columns is None else columns) if name != TEXT]
         identity = with_texts if TEXT in ours.columns and TEXT in theirs.columns else exact_row
         _check(ours.schema, theirs.schema, names)
