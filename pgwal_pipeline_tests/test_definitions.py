@@ -33,7 +33,7 @@ def test_the_location_loads_with_no_source_and_no_state() -> None:
         "verify",
     ]
     assert sorted(sensor.name for sensor in repository.sensor_defs) == ["maintenance_need", "new_tables", "wal_lag"]
-    assert sorted(schedule.name for schedule in repository.schedule_defs) == ["hourly_sync"]
+    assert sorted(schedule.name for schedule in repository.schedule_defs) == ["hourly_sync", "nightly_verify"]
     assert [key.to_user_string() for key in repository.asset_graph.get_all_asset_keys()] == ["slot/pgwal"]
     assert sorted(definitions.resources or {}) == ["lake", "slot", "spark"]
 

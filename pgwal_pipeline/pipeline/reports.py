@@ -241,7 +241,8 @@ def publish_json(report: PublishReport) -> dict[str, Any]:
 class TableComparison:
     """A comparison of a table with its `current`, in rows: in the source, missing, extra, and `different` (same key, other values).
 
-    Without a key `different` is 0: such a row is one missing and one extra.
+    Without a key `different` is 0: such a row is one missing and one extra. `examples` name some of the rows, by their keys, and the
+    columns that differ. `whole` is False for a table of which a part was compared. The last two say how far the table is proven.
     """
 
     equal: bool
@@ -249,17 +250,28 @@ class TableComparison:
     missing: int
     extra: int
     different: int
+    examples: tuple[Mapping[str, Any], ...] = ()
+    whole: bool = True
+    seconds: float = 0.0
+    verified_through: int | None = None
+    proven_at: datetime | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as `--json` shows it."""
-        return asdict(self)
+        return {
+            **{name: getattr(self, name) for name in ("equal", "rows", "missing", "extra", "different", "whole")},
+            "examples": [dict(example) for example in self.examples],
+            "seconds": _rounded(self.seconds),
+            "verified_through": None if self.verified_through is None else format_lsn(self.verified_through),
+            "proven_at": _iso(self.proven_at),
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
     """A comparison of source and `current` at `lsn`. `drain` and `publish` report how `current` was brought there.
 
-    `errors` has the tables that could not be compared, each with the reason.
+    `errors` has the tables that could not be compared, each with the reason. `left` are those for which the time was not enough.
     """
 
     lsn: int
@@ -268,6 +280,7 @@ class VerifyReport:
     drain: DrainReport | None = None
     publish: PublishReport | None = None
     errors: Mapping[TableName, str] = field(default_factory=dict)
+    left: tuple[TableName, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as `--json` shows it."""
@@ -275,6 +288,7 @@ class VerifyReport:
             "lsn": format_lsn(self.lsn),
             "equal": self.equal,
             "tables": {str(name): comparison.to_json() for name, comparison in sorted(self.tables.items())},
+            "left": [str(name) for name in self.left],
         }
 
 
