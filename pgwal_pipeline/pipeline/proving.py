@@ -73,7 +73,7 @@ def _part(one: Candidate, share: float, every: float, now: datetime) -> int:
     since = every if one.proof.at is None else (now - one.proof.at).total_seconds()
     due = one.rows * min(1.0, _AHEAD * since / every)
     fast = one.rows / (one.seconds - _OVERHEAD)
-    return max(1, int(min(due, fast * share)))
+    return max(1, round(min(due, fast * share)))
 
 
 def proven_part(before: Proof, lsn: int, cursor: tuple[str, ...] | None, changed: bool, rows: int, seconds: float, now: datetime) -> Proof:

@@ -134,11 +134,12 @@ class Case:
         if event["op"] in "IU":
             rows[key] = event["row"]
             self.deleted.pop(key, None)
-        for gone in list(rows) if event["op"] == "T" else [key] if event["op"] in "DK" else []:
+        ended = list(rows) if event["op"] == "T" else [key] if event["op"] in "DK" and key in rows else []
+        for gone in ended:
             self.deleted[gone] = rows.pop(gone), lsn
 
     def begin(self, state: dict[Any, Row]) -> None:
-        """Let the table have these rows from before everything."""
+        """Let the table have these rows from before everything, and know them where they are deleted."""
         self.state, self._committed = dict(state), dict(state)
 
     def read(self, keys: Iterable[Any], attempt: str, next_xid: int, running: Iterable[int]) -> None:
