@@ -127,6 +127,14 @@ def _as_text(name: str, alias: str, texts: bool) -> str:
     return f"coalesce({text_of(name, alias)}, {value})" if texts else value
 
 
+def count(spark: "SparkSession", path: str, version: int, key: Sequence[str]) -> int:
+    """Return how many living rows a version of the Delta table at `path` has, by reading its key and not only what its log says."""
+    with isolated(spark, conf_for(written_rows(path))) as session, failures(path):
+        whole = _read(session, path, version)
+        one = f"sum(CASE WHEN {quote(key[0])} IS NULL THEN 1 ELSE 1L END) AS rows"
+        return kept.living(whole, whole.columns).selectExpr(one).collect()[0]["rows"] or 0
+
+
 def write(path: str, rows: pa.Table) -> None:
     """Append rows to the Delta table at `path`, which is created if needed. Raises LakeError if the lake cannot be written."""
     with lake_errors(path):

@@ -133,7 +133,7 @@ def _proven(proof: Proof | None, state: TableState) -> dict[str, Any]:
     at = None if known is None else known.proven_at
     return {
         "verified_through": None if through is None else format_lsn(through),
-        "proven_at": None if at is None else at.isoformat().replace("+00:00", "Z"),
+        "proven_at": None if at is None else at.isoformat(),
     }
 
 

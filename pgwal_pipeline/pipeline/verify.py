@@ -236,8 +236,10 @@ class Comparing:
     def _counted(self, source: PublishedTable, found: compare.Comparison) -> compare.Comparison:
         """Count the rows too: a range of the source does not show rows that only `current` has. If there are such all keys are compared."""
         pointer = self.published.tables[source.relation.table]
+        assert pointer.version is not None
+        ours = compare.count(self.spark_factory(), pointer.path, pointer.version, source.relation.key)
         theirs = parts.count_rows(self.settings.dsn, self.exported, source.relation, source.row_filter)
-        if theirs - current.row_count(pointer.path, pointer.version) == found.missing - found.extra:
+        if theirs - ours == found.missing - found.extra:
             return found
         keyed = self._compared(source, copy.ChunkBounds(None, None), only_keys=True)
         return replace(found, missing=keyed.missing, extra=keyed.extra, examples=(*keyed.examples, *found.examples)[:_EXAMPLES])
