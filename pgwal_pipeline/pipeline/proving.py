@@ -12,6 +12,8 @@ from pgwal_pipeline.values.relation import TableName
 
 _ROWS_A_SECOND = 50_000
 """How fast a table is compared of which nothing is known, about."""
+_TELLING = 100_000
+"""So many rows must have been compared for their time to say how fast a table is."""
 _OVERHEAD = 1.0
 """Seconds that each table takes besides."""
 _AHEAD = 1.5
@@ -32,7 +34,7 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """About how long comparing it whole takes."""
-        known = self.proof.rows > 1000 and self.proof.seconds > 0
+        known = self.proof.rows >= _TELLING and self.proof.seconds > 0
         return _OVERHEAD + self.rows * (self.proof.seconds / self.proof.rows if known else 1 / _ROWS_A_SECOND)
 
 
