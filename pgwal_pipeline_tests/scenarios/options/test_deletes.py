@@ -77,6 +77,9 @@ def test_rows_that_are_deleted_stay_and_come_back(source: Source, pipeline: Pipe
     assert (shown["rows"], shown["options"]) == (4, KEEP)
     _assert_changes(keeps, before, {1: "delete", 2: "delete", 3: "delete", 33: "insert"})
     between = open_state(keeps.settings)
+    # Who reads what is published sees the deleted rows too.
+    assert between.arrow("public.t").num_rows == between.polars("public.t").collect().height == 8
+    assert between.duckdb().sql("SELECT count(*), count(_pgwal_deleted_lsn) FROM public.t").fetchall() == [(8, 4)]
     source.sql("INSERT INTO t VALUES (1, 100); UPDATE t SET v = 40 WHERE id = 4")
     keeps.sync()
     assert deleted(keeps) == {2: 20, 3: 3, 7: 7}
@@ -89,15 +92,15 @@ def test_rows_that_are_deleted_stay_and_come_back(source: Source, pipeline: Pipe
     keeps.sync()
     assert deleted(keeps) == {1: 100, 3: 3, 4: 40, 5: 5, 6: 6, 7: 7, 33: 3}
     assert living(keeps) == {2: 2}
-    _assert_changes(keeps, at, {2: "insert"} | dict.fromkeys((1, 4, 5, 6, 33), "delete"))
-    assert verify(keeps.settings, keeps.spark, progress=Silent()).equal
+    _assert_changes(keeps, at, {2: "insert"} | dict.fromkeys((1, 4, 5, 6, 33), "delete"), spark=True)
 
 
-def _assert_changes(pipeline: Pipeline, since: PublishedState, wanted: dict[int, str]) -> None:
+def _assert_changes(pipeline: Pipeline, since: PublishedState, wanted: dict[int, str], *, spark: bool = False) -> None:
     found = open_state(pipeline.settings).changes("public.t", since)
     assert not found.complete, found.reason
     assert dict(zip(*(found.arrow()[name].to_pylist() for name in ("id", "_pgwal_change")), strict=True)) == wanted
-    assert {row["id"]: row["_pgwal_change"] for row in found.spark(pipeline.spark()).collect()} == wanted
+    if spark:  # it is the same query
+        assert {row["id"]: row["_pgwal_change"] for row in found.spark(pipeline.spark()).collect()} == wanted
 
 
 def test_the_option_comes_goes_and_comes_again(source: Source, pipeline: Pipeline) -> None:
@@ -121,7 +124,6 @@ def test_the_option_comes_goes_and_comes_again(source: Source, pipeline: Pipelin
     keeps.sync()  # the option and the deletion in one publish
     assert deleted(keeps) == {4: 4}
     assert living(keeps) == {5: 5, 6: 6}
-    assert verify(keeps.settings, keeps.spark, progress=Silent()).equal
     assert pipeline.ledger.tables()[T].generation == generation
     assert frame(pipeline, NEIGHBOR).equals(neighbor)
 
@@ -151,7 +153,6 @@ def test_a_table_that_is_read_again(source: Source, pipeline: Pipeline) -> None:
     keeps.resnapshot("public.t")
     assert deleted(keeps) == {8: 8, 9: 9, 10: 10, 11: 11, 12: 12}
     assert {row["id"]: (row["_pgwal_deleted_lsn"], row["_pgwal_deleted_at"]) for row in frame(keeps).iter_rows(named=True)} == marks
-    assert verify(keeps.settings, keeps.spark, progress=Silent()).equal
     # A protected column: what was kept from before may not stay.
     hashed = keeping(keeps, {**KEEP, "exclude": ["w"]})
     hashed.sync()
@@ -281,7 +282,7 @@ def _sides() -> tuple[pl.Expr, pl.Expr]:
 
 
 def test_random_work_in_short(source: Source, pipeline: Pipeline) -> None:
-    _random_rounds(source, pipeline, int(os.environ.get("PGWAL_TEST_SEED", "4")), 3)
+    _random_rounds(source, pipeline, int(os.environ.get("PGWAL_TEST_SEED", "4")), 2)
 
 
 @pytest.mark.soak
