@@ -298,8 +298,9 @@ def verify(tables: tuple[str, ...], every: bool, as_json: bool) -> None:
     def lines() -> Iterator[str]:
         for name, table in answer["tables"].items():
             verdict = "equal" if table["equal"] else f"{table['missing']} missing, {table['extra']} extra, {table['different']} different"
-            yield f"{name}: {table['rows']:,} rows{'' if table['whole'] else ' of it'}, {verdict}"
-            yield from (f"  {_difference(example)}" for example in table["examples"])
+            proof = answer["proofs"][name]
+            yield f"{name}: {table['rows']:,} rows{'' if proof['whole'] else ' of it'}, {verdict}"
+            yield from (f"  {_difference(one)}" for one in proof["differences"])
         if answer["left"]:
             yield f"left to a later run: {', '.join(answer['left'])}"
         yield f"{'equal' if answer['equal'] else 'different'} at {answer['lsn']}"
@@ -313,11 +314,11 @@ def verify(tables: tuple[str, ...], every: bool, as_json: bool) -> None:
         _fail(f"{', '.join(failed)} could not be compared; the other tables were. {' '.join(failed.values())}", 1)
 
 
-def _difference(example: Mapping[str, Any]) -> str:
+def _difference(row: Mapping[str, Any]) -> str:
     """A row that differs, for people. The value of a protected column is not shown."""
-    key = ", ".join(f"{name} = {'(protected)' if value is None else value}" for name, value in example["key"].items())
-    columns = f" in {', '.join(example['columns'])}" if example["columns"] else ""
-    return f"{example['kind']}{columns}: the row with {key}"
+    key = ", ".join(f"{name} = {'(protected)' if value is None else value}" for name, value in row["key"].items())
+    columns = f" in {', '.join(row['columns'])}" if row["columns"] else ""
+    return f"{row['kind']}{columns}: the row with {key}"
 
 
 @main.command("as-of")

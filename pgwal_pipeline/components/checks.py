@@ -180,21 +180,22 @@ def _verify(context: StepContext, source: CdcSource, tables: tuple[TableName, ..
 
 def _result(source: CdcSource, table: TableName, report: VerifyReport, comparison: TableComparison) -> dg.AssetCheckResult:
     at = format_lsn(report.lsn)
-    equal = f"Equal to the source at {at}." if comparison.whole else f"{comparison.rows:,} of its rows are equal to the source's at {at}."
+    proof = report.proofs[table]
+    equal = f"Equal to the source at {at}." if proof.whole else f"{comparison.rows:,} of its rows are equal to the source's at {at}."
     sentence = (
         equal
         if comparison.equal
         else f"At {at}: {comparison.missing} rows missing, {comparison.extra} too many, {comparison.different} different."
     )
     numbers = {f"pgwal/{name}": getattr(comparison, name) for name in ("rows", "missing", "extra", "different")}
-    metadata: dict[str, Any] = numbers | {"pgwal/seconds": round(comparison.seconds, 3), "pgwal/lsn": at}
-    if comparison.verified_through is not None:
-        metadata["pgwal/verified_through"] = format_lsn(comparison.verified_through)
-    if comparison.proven_at is not None:
-        metadata["pgwal/proven_at"] = dg.MetadataValue.timestamp(comparison.proven_at)
-        metadata["pgwal/seconds_since_proof"] = round((datetime.now(UTC) - comparison.proven_at).total_seconds(), 3)
-    if comparison.examples:
-        metadata["pgwal/examples"] = dg.MetadataValue.json([dict(example) for example in comparison.examples])
+    metadata: dict[str, Any] = numbers | {"pgwal/seconds": round(proof.seconds, 3), "pgwal/lsn": at}
+    if proof.verified_through is not None:
+        metadata["pgwal/verified_through"] = format_lsn(proof.verified_through)
+    if proof.proven_at is not None:
+        metadata["pgwal/proven_at"] = dg.MetadataValue.timestamp(proof.proven_at)
+        metadata["pgwal/seconds_since_proof"] = round((datetime.now(UTC) - proof.proven_at).total_seconds(), 3)
+    if proof.differences:
+        metadata["pgwal/differences"] = dg.MetadataValue.json([dict(row) for row in proof.differences])
     return dg.AssetCheckResult(
         asset_key=source.names.current(table),
         check_name=EQUALS_SOURCE_CHECK,

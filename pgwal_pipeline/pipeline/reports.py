@@ -241,8 +241,7 @@ def publish_json(report: PublishReport) -> dict[str, Any]:
 class TableComparison:
     """A comparison of a table with its `current`, in rows: in the source, missing, extra, and `different` (same key, other values).
 
-    Without a key `different` is 0: such a row is one missing and one extra. `examples` name some of the rows, by their keys, and the
-    columns that differ. `whole` is False for a table of which a part was compared. The last two say how far the table is proven.
+    Without a key `different` is 0: such a row is one missing and one extra.
     """
 
     equal: bool
@@ -250,20 +249,33 @@ class TableComparison:
     missing: int
     extra: int
     different: int
-    examples: tuple[Mapping[str, Any], ...] = ()
-    whole: bool = True
-    seconds: float = 0.0
-    verified_through: int | None = None
-    proven_at: datetime | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as `--json` shows it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TableProof:
+    """How a table was compared, and how far it is proven to equal its source.
+
+    `whole` is False if a part of it was compared. `differences` name some of the rows that differ, by their keys, and the columns.
+    """
+
+    whole: bool
+    seconds: float
+    verified_through: int | None
+    proven_at: datetime | None
+    differences: tuple[Mapping[str, Any], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as `--json` shows it."""
         return {
-            **{name: getattr(self, name) for name in ("equal", "rows", "missing", "extra", "different", "whole")},
-            "examples": [dict(example) for example in self.examples],
+            "whole": self.whole,
             "seconds": _rounded(self.seconds),
             "verified_through": None if self.verified_through is None else format_lsn(self.verified_through),
             "proven_at": _iso(self.proven_at),
+            "differences": [dict(one) for one in self.differences],
         }
 
 
@@ -271,7 +283,8 @@ class TableComparison:
 class VerifyReport:
     """A comparison of source and `current` at `lsn`. `drain` and `publish` report how `current` was brought there.
 
-    `errors` has the tables that could not be compared, each with the reason. `left` are those for which the time was not enough.
+    `errors` has the tables that could not be compared, each with the reason. `left` are those for which the time was not enough. `proofs`
+    say how each of `tables` was compared.
     """
 
     lsn: int
@@ -281,6 +294,7 @@ class VerifyReport:
     publish: PublishReport | None = None
     errors: Mapping[TableName, str] = field(default_factory=dict)
     left: tuple[TableName, ...] = ()
+    proofs: Mapping[TableName, TableProof] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as `--json` shows it."""
@@ -288,6 +302,7 @@ class VerifyReport:
             "lsn": format_lsn(self.lsn),
             "equal": self.equal,
             "tables": {str(name): comparison.to_json() for name, comparison in sorted(self.tables.items())},
+            "proofs": {str(name): proof.to_json() for name, proof in sorted(self.proofs.items())},
             "left": [str(name) for name in self.left],
         }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -27,7 +27,7 @@ from pgwal_pipeline.pipeline.drain import drain
 from pgwal_pipeline.pipeline.proving import Candidate, Choice, choose, proven_part
 from pgwal_pipeline.pipeline.publish import publish
 from pgwal_pipeline.pipeline.published import Published
-from pgwal_pipeline.pipeline.reports import PublishReport, TableComparison, VerifyReport
+from pgwal_pipeline.pipeline.reports import PublishReport, TableComparison, TableProof, VerifyReport
 from pgwal_pipeline.pipeline.table_rows import Range, TableRows
 from pgwal_pipeline.postgres import catalog, copy, parts, slot
 from pgwal_pipeline.postgres.catalog import PublishedTable
@@ -92,6 +92,7 @@ def verify(
             choice = choose(candidates.values(), settings.verify_budget, settings.verify_every, datetime.now(UTC))
         chosen = [*choice.whole, *choice.parts]
         comparisons: dict[TableName, TableComparison] = {}
+        shown: dict[TableName, TableProof] = {}
         proofs: list[Proof] = []
         errors = {}
         left = list(choice.left)
@@ -105,11 +106,11 @@ def verify(
                 with table_work(
                     lake, name, "compare", oid=sources[name].relation.oid, answers=lambda: spark_factory().sql("SELECT 1").collect()
                 ):
-                    comparison, proof = comparing.table(sources[name], candidates[name], choice.parts.get(name))
-                if comparison is None:
+                    compared = comparing.table(sources[name], candidates[name], choice.parts.get(name))
+                if compared is None:
                     left.append(name)
-                else:
-                    comparisons[name] = comparison
+                    continue
+                comparisons[name], shown[name], proof = compared
                 proofs += [proof] if proof is not None else []
             except TableError as error:
                 errors[name] = f"Table {name} could not be compared: {error} `pgwal resnapshot '{name}'` reads it again."
@@ -125,6 +126,7 @@ def verify(
         publish=published,
         errors=errors,
         left=tuple(sorted(left)),
+        proofs=shown,
     )
 
 
@@ -155,10 +157,12 @@ class Comparing:
 
         return {one.table: one for one in side_by_side(of, list(names))}
 
-    def table(self, source: PublishedTable, candidate: Candidate, rows: int | None) -> tuple[TableComparison | None, Proof | None]:
+    def table(
+        self, source: PublishedTable, candidate: Candidate, rows: int | None
+    ) -> tuple[TableComparison, TableProof, Proof | None] | None:
         """Compare a table, about `rows` rows of it or with None the whole; return also how far it is proven now, None if it differs.
 
-        A table that cannot be compared in parts is compared whole if that is due, else not at all.
+        A table that cannot be compared in parts is compared whole if that is due, else not at all, which gives None.
         """
         began, now = time.monotonic(), datetime.now(UTC)
         relation, path = source.relation, self.published.tables[candidate.table].path
@@ -166,7 +170,7 @@ class Comparing:
         proof = candidate.proof if candidate.proof.generation == generation else Proof(candidate.proof.location, generation)
         if rows is not None and not parts.has_order(self.settings.dsn, relation):
             if proof.proven_at is not None and (now - proof.proven_at).total_seconds() < self.settings.verify_every * _DUE:
-                return None, None
+                return None
             rows = None
         if rows is None:
             found = self._compared(source, copy.ChunkBounds(None, None))
@@ -179,8 +183,11 @@ class Comparing:
             found = self._counted(source, _both(ranged, changed))
             seconds = time.monotonic() - began
             after = proven_part(proof, self.lsn, end, changed is not None, ranged.rows, seconds, now)
-        shown = after if found.equal else proof
-        return _comparison(source.relation, found, shown, seconds, whole=rows is None), after if found.equal else None
+        known = after if found.equal else proof
+        differences = _differences(relation, found.examples)
+        shown = TableProof(rows is None, seconds, known.verified_through, known.proven_at, differences)
+        comparison = TableComparison(found.equal, found.rows, found.missing, found.extra, found.different)
+        return comparison, shown, after if found.equal else None
 
     def _compared(
         self, source: PublishedTable, bounds: copy.ChunkBounds, *, in_part: bool = False, keys: str | None = None, only_keys: bool = False
@@ -252,27 +259,16 @@ def _both(one: compare.Comparison, other: compare.Comparison | None) -> compare.
     return compare.Comparison(*counts, examples=tuple(dict.fromkeys((*one.examples, *other.examples))))
 
 
-def _comparison(relation: Relation, found: compare.Comparison, proof: Proof, seconds: float, *, whole: bool) -> TableComparison:
+def _differences(relation: Relation, examples: Iterable[compare.Example]) -> tuple[Mapping[str, Any], ...]:
+    """Rows that differ, as reports name them: without the values of protected columns."""
     protected = {column.name for column in relation.columns if column.protection is not None}
-    examples = tuple(
+    return tuple(
         {
             "key": {name: None if name in protected else value for name, value in zip(relation.key, example.key, strict=True)},
             "kind": example.kind,
             "columns": list(example.columns),
         }
-        for example in found.examples
-    )
-    return TableComparison(
-        equal=found.equal,
-        rows=found.rows,
-        missing=found.missing,
-        extra=found.extra,
-        different=found.different,
-        examples=examples,
-        whole=whole,
-        seconds=seconds,
-        verified_through=proof.verified_through,
-        proven_at=proof.proven_at,
+        for example in examples
     )
 
 

@@ -67,13 +67,14 @@ def test_what_is_proven_is_on_record_and_a_planted_difference_is_named(source: S
     shown = status(pipeline.settings)["tables"]["public.t"]
     assert shown["verified_through"] == format_lsn(report.lsn)
     assert shown["proven_at"] is not None
-    assert report.to_json()["tables"]["public.t"].items() >= {"equal": True, "rows": 20, "whole": True, "examples": []}.items()
+    assert report.to_json()["tables"]["public.t"] == {"equal": True, "rows": 20, "missing": 0, "extra": 0, "different": 0}
+    assert report.to_json()["proofs"]["public.t"].items() >= {"whole": True, "differences": []}.items()
     _edit(pipeline, T, "b", 7, 70)
     found = _verify(pipeline)
     assert not found.equal
     assert found.tables[S].equal
     assert (found.tables[T].missing, found.tables[T].extra, found.tables[T].different) == (0, 0, 1)
-    assert found.tables[T].examples == ({"key": {"id": "7"}, "kind": "different", "columns": ["b"]},)
+    assert found.proofs[T].differences == ({"key": {"id": "7"}, "kind": "different", "columns": ["b"]},)
     assert status(pipeline.settings)["tables"]["public.t"]["verified_through"] == shown["verified_through"]
     assert status(pipeline.settings)["tables"]["public.s"]["verified_through"] == format_lsn(found.lsn)
     pipeline.resnapshot("public.t")
@@ -85,12 +86,13 @@ def test_a_table_that_takes_longer_than_the_budget_is_proven_in_parts(source: So
     """With a budget of a millisecond about fifty rows are compared at once."""
     source.sql("CREATE TABLE t (id int, k text, b int, PRIMARY KEY (id, k)); INSERT INTO t SELECT i, 'k', i FROM generate_series(1, 80) i")
     pipeline.sync()
-    first = _verify(pipeline, 0.001).tables[T]
-    assert (first.equal, first.whole, first.rows, first.verified_through) == (True, False, 50, None)
+    first = _verify(pipeline, 0.001)
+    assert (first.equal, first.tables[T].rows) == (True, 50)
+    assert (first.proofs[T].whole, first.proofs[T].verified_through) == (False, None)
     source.sql("UPDATE t SET b = 0 WHERE id = 70; DELETE FROM t WHERE id = 1; INSERT INTO t VALUES (81, 'k', 81)")
     second = _verify(pipeline, 0.001)
     assert second.tables[T].equal
-    assert second.tables[T].proven_at is not None
+    assert second.proofs[T].proven_at is not None
     proof = pipeline.ledger.proofs()[T]
     assert proof.cursor is None
     assert proof.verified_through is not None
@@ -99,13 +101,13 @@ def test_a_table_that_takes_longer_than_the_budget_is_proven_in_parts(source: So
     source.sql("UPDATE t SET b = 1 WHERE id IN (60, 2); DELETE FROM t WHERE id = 61")
     third = _verify(pipeline, 0.001)
     assert third.tables[T].equal
-    assert third.tables[T].verified_through == third.lsn
+    assert third.proofs[T].verified_through == third.lsn
     source.sql("UPDATE t SET b = 2 WHERE id = 3")
     pipeline.sync()
     _edit(pipeline, T, "b", 3, 33)  # changed since, before the part that is next
     _edit(pipeline, T, "k", 75, "x")  # in the part that is next
-    found = _verify(pipeline, 0.001).tables[T]
-    assert {tuple(example["key"].values()): (example["kind"], example["columns"]) for example in found.examples} == {
+    found = _verify(pipeline, 0.001).proofs[T]
+    assert {tuple(row["key"].values()): (row["kind"], row["columns"]) for row in found.differences} == {
         ("3", "k"): ("different", ["b"]),
         ("75", "k"): ("missing", []),
         ("75", "x"): ("extra", []),
@@ -114,6 +116,7 @@ def test_a_table_that_takes_longer_than_the_budget_is_proven_in_parts(source: So
     pipeline.resnapshot("public.t")
     assert _verify(pipeline).equal
     _edit(pipeline, T, "id", 80, 80, again={"k": "z"})
-    found = _verify(pipeline, 0.001).tables[T]
+    last = _verify(pipeline, 0.001)
+    found = last.tables[T]
     assert (found.equal, found.missing, found.extra) == (False, 0, 1)
-    assert found.examples == ({"key": {"id": "80", "k": "z"}, "kind": "extra", "columns": []},)
+    assert last.proofs[T].differences == ({"key": {"id": "80", "k": "z"}, "kind": "extra", "columns": []},)
