@@ -286,7 +286,7 @@ def living(lives: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
 
 
 def with_lives(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
-    """Return the steps with three more columns, by which a row is followed.
+    """Return the steps with three more columns, by which a row is followed through changes of its key.
 
     `_pgwal_life` is the position of the row's first key change, null for a row that never changed its key. `_pgwal_birth_number` counts
     the incarnations that have begun under the key so far. `_pgwal_is_last` marks the key's last step.
@@ -430,19 +430,19 @@ def _values(shape: Shape, movable: Sequence[str]) -> list[str]:
     return [f"{sent.get(name, f'_pgwal_last.{quote(name)}')} AS {quote(name)}" for name in shape.columns]
 
 
-def merged_text(movable: Sequence[str], last: str = "_pgwal_last") -> str:
-    """Return `_pgwal_text` of the folded row: each entry comes from its column's step, those of other columns from the struct `last`."""
+def merged_text(movable: Sequence[str], last: str = f"_pgwal_last.{TEXT}") -> str:
+    """Return `_pgwal_text` of a folded row: entries of `movable` columns come with their values, the others from the expression `last`."""
     names = ", ".join(literal(name) for name in movable)
     ours = ", ".join(f"struct({literal(name)} AS key, _pgwal_v{number}.t AS value)" for number, name in enumerate(movable))
     if not movable:
-        return f"{last}.{TEXT} AS {TEXT}"
-    fixed = f"coalesce(map_entries(map_filter({last}.{TEXT}, (k, v) -> NOT k IN ({names}))), array())"
+        return f"{last} AS {TEXT}"
+    fixed = f"coalesce(map_entries(map_filter({last}, (k, v) -> NOT k IN ({names}))), array())"
     entries = f"filter(concat({fixed}, array({ours})), e -> e.value IS NOT NULL)"
     return f"CASE WHEN size({entries}) > 0 THEN map_from_entries({entries}) END AS {TEXT}"
 
 
 def unsent_names(movable: Sequence[str]) -> str:
-    """Return the expression of the names of the columns without a value that was sent, as an array; null if there is none."""
+    """Return the names of the columns without a value that was sent, as an array; null if there is none."""
     if not movable:
         return NO_NAMES
     names = ", ".join(f"CASE WHEN _pgwal_v{number} IS NULL THEN {literal(name)} END" for number, name in enumerate(movable))

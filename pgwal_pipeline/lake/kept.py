@@ -106,7 +106,7 @@ def _values(shape: Shape, movable: Sequence[str], last: str) -> list[str]:
 
 
 def _text(known: str, movable: Sequence[str], last: str) -> str:
-    merged = fold.merged_text(movable, "_pgwal_row").removesuffix(f" AS {TEXT}")
+    merged = fold.merged_text(movable, f"_pgwal_row.{TEXT}").removesuffix(f" AS {TEXT}")
     return f"CASE WHEN {known} THEN {merged} ELSE {last} END AS {TEXT}"
 
 
