@@ -16,7 +16,7 @@ from pgwal_pipeline.lake import rows as as_rows
 from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.log import ALL, NEWEST, SEQUENCE, RowLog
-from pgwal_pipeline.lake.records import FORMAT, Chunk, Plan, Publish, Registration, Source, TablePointer, TableState, Window
+from pgwal_pipeline.lake.records import FORMAT, Chunk, Plan, Proof, Publish, Registration, Source, TablePointer, TableState, Window
 from pgwal_pipeline.lake.stream_facts import Read
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.values.lsn import format_lsn
@@ -24,7 +24,7 @@ from pgwal_pipeline.values.relation import TableName
 
 __all__ = ["LOGS", "Chunk", "Ledger", "Plan", "Publish", "Read", "Source", "TablePointer", "TableState", "Window"]
 
-LOGS = ("source", "windows", "plans", "reads", "tables", "chunks", "publishes", "registrations")
+LOGS = ("source", "windows", "plans", "reads", "tables", "chunks", "publishes", "registrations", "proofs")
 """The names of the ledger's Delta tables, as `Lake.ledger` takes them."""
 
 _CONFLICT = "Only one pipeline may feed a lake: make sure that no other one uses PGWAL_LAKE, then try again."
@@ -46,6 +46,7 @@ class Ledger:
         self._chunks = RowLog(lake, "chunks", as_rows.CHUNKS, ["table", "generation", "chunk"])
         self._publishes = RowLog(lake, "publishes", as_rows.PUBLISHES, ["lsn"], order="lsn")
         self._registrations = RowLog(lake, "registrations", as_rows.REGISTRATIONS, ["location"])
+        self._proofs = RowLog(lake, "proofs", as_rows.PROOFS, ["location"])
         self._read: dict[int, Window] = {}
         self._is_known_form = False
 
@@ -224,9 +225,10 @@ class Ledger:
         rows = as_rows.chunk_rows(chunks, _now())
         self._chunks.append(lambda _: rows)
 
-    def forget_chunks(self, location: TableName) -> None:
-        """Drop all chunks of the table at that location."""
+    def forget_keys(self, location: TableName) -> None:
+        """Drop what has values of the key of the table at that location: its chunks, and how far it is proven."""
         self._chunks.rewrite(lambda rows: rows.filter(pc.field("table") != str(location)))
+        self._proofs.rewrite(lambda rows: rows.filter(pc.field("location") != str(location)))
 
     def publish(self) -> Publish | None:
         """Return the newest publish, None before the first."""
@@ -266,6 +268,15 @@ class Ledger:
         """Record what the catalog has of tables, all in one commit. The newest record of a location counts."""
         rows = as_rows.registration_rows(registrations, _now())
         self._registrations.append(lambda _: rows)
+
+    def proofs(self) -> dict[TableName, Proof]:
+        """Return how far `current` tables are proven to equal the source, by the tables' locations."""
+        return {found.location: found for found in as_rows.proofs(self._proofs.rows())}
+
+    def record_proofs(self, proofs: Iterable[Proof]) -> None:
+        """Record how far tables are proven, all in one commit. The newest record of a location counts."""
+        rows = as_rows.proof_rows(proofs, _now())
+        self._proofs.append(lambda _: rows)
 
     def generations(self, location: TableName) -> set[str]:
         """Return the generations of the table at that location that have chunks in the ledger."""

@@ -279,6 +279,27 @@ class Registration:
 
 
 @dataclass(frozen=True, slots=True)
+class Proof:
+    """How far the `current` table at `location` is proven to equal its source.
+
+    Every transaction with a commit LSN below `verified_through` is (None before the whole table was compared once), and at `proven_at` the
+    last round was done in which every row was compared. A table that is compared in parts is in a round: `round_lsn` is where that began,
+    and keys up to `cursor` have been compared (Postgres's texts, None at the round's beginning). All that is of the table as it was built
+    on the snapshot `generation`. `rows` were compared in `seconds` last.
+    """
+
+    location: TableName
+    generation: str | None = None
+    verified_through: int | None = None
+    proven_at: datetime | None = None
+    round_lsn: int | None = None
+    cursor: tuple[str, ...] | None = None
+    rows: int = 0
+    seconds: float = 0.0
+    at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """The database that a lake is built from, with the publication and the slot.
 

@@ -15,6 +15,7 @@ from pgwal_pipeline.lake.records import (
     Chunk,
     FileWrite,
     Plan,
+    Proof,
     Publish,
     Registration,
     Source,
@@ -146,6 +147,19 @@ REGISTRATIONS = pa.schema(
         ("error", pa.string()),
         ("failures", pa.int64()),
         ("retry_at", _MOMENT),
+        ("at", _MOMENT),
+    ]
+)
+PROOFS = pa.schema(
+    [
+        ("location", pa.string()),
+        ("generation", pa.string()),
+        ("verified_through", pa.int64()),
+        ("proven_at", _MOMENT),
+        ("round_lsn", pa.int64()),
+        ("cursor", pa.list_(pa.string())),
+        ("rows", pa.int64()),
+        ("seconds", pa.float64()),
         ("at", _MOMENT),
     ]
 )
@@ -340,6 +354,20 @@ def registration_rows(registrations: Iterable[Registration], now: datetime) -> p
 def registrations(rows: pa.Table) -> list[Registration]:
     """Return the registrations in `rows`, in their order."""
     return [Registration(**_known(Registration, row, location=TableName.parse(row["location"]))) for row in _records(rows)]
+
+
+def proof_rows(proofs: Iterable[Proof], now: datetime) -> pa.Table:
+    """Return proofs as rows of PROOFS."""
+    found = [
+        _fields(one) | {"location": str(one.location), "cursor": None if one.cursor is None else list(one.cursor), "at": one.at or now}
+        for one in proofs
+    ]
+    return pa.Table.from_pylist(found, PROOFS)
+
+
+def proofs(rows: pa.Table) -> list[Proof]:
+    """Return the proofs in `rows`, in their order."""
+    return [Proof(**_known(Proof, row, location=TableName.parse(row["location"]), cursor=_bound(row["cursor"]))) for row in _records(rows)]
 
 
 def _fields(record: Any) -> dict[str, Any]:
