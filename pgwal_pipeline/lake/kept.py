@@ -112,7 +112,7 @@ def _text(known: str, movable: Sequence[str], last: str) -> str:
 
 def emptied(steps: "DataFrame", events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
     """Return `steps` with one more for each row that a TRUNCATE among `events`, rows of raw, removed: its deletion."""
-    place = f"struct({COMMIT_LSN} AS lsn, {ORDINAL} AS ordinal, {COMMITTED_AT} AS at)"
+    place = f"struct({COMMIT_LSN} AS lsn, {ORDINAL} AS ordinal, {XID} AS xid, {COMMITTED_AT} AS at)"
     truncates = events.where(f"{OP} = 'T'").selectExpr(f"sort_array(collect_list({place})) AS _pgwal_truncates")
     of_key = f"PARTITION BY {', '.join(key_parts(types, shape.key))} ORDER BY {', '.join(ORDER)}"
     after = f"t -> t.lsn > {AT_LSN} OR t.lsn = {AT_LSN} AND t.ordinal > {AT_ORDINAL}"
@@ -125,7 +125,7 @@ def emptied(steps: "DataFrame", events: "DataFrame", types: StructType, shape: S
         *(f"{value} AS {quote(name)}" for name, value in values.items()),
         f"'D' AS {OP}",
         f"_pgwal_by.lsn AS {COMMIT_LSN}",
-        f"CAST(NULL AS bigint) AS {XID}",
+        f"_pgwal_by.xid AS {XID}",
         TEXT,
         f"{NO_NAMES} AS {UNCHANGED}",
         f"_pgwal_by.at AS {COMMITTED_AT}",
@@ -208,6 +208,7 @@ def with_deleted(rows: "DataFrame", present: "DataFrame | None", gone: "DataFram
         return there if old is None else there.unionByName(_marked(old, moment).select(there.columns))
     if old is None:
         old = there.limit(0)
+    gone = gone.where(_has_key(shape))  # not one of another type, from an earlier table of that name
     return there.unionByName(_joined(old, gone, types, shape, moment).select(there.columns))
 
 
@@ -247,8 +248,11 @@ def _carried(present: "DataFrame", types: StructType, shape: Shape) -> "DataFram
         else:
             values[field.name] = null_of(field.dataType)
     values |= {name: name if name in has.names else f"CAST(NULL AS {kind})" for name, kind in COLUMNS.items()}
-    keyed = " AND ".join(f"({quote(name)} IS NOT NULL OR {text_of(name)} IS NOT NULL)" for name in shape.key) or "true"
-    return present.selectExpr(*(f"{value} AS {quote(name)}" for name, value in values.items())).where(keyed)
+    return present.selectExpr(*(f"{value} AS {quote(name)}" for name, value in values.items())).where(_has_key(shape))
+
+
+def _has_key(shape: Shape) -> str:
+    return " AND ".join(f"({quote(name)} IS NOT NULL OR {text_of(name)} IS NOT NULL)" for name in shape.key) or "true"
 
 
 def _lost_copies(old: "DataFrame", rows: "DataFrame", shape: Shape, moment: Moment) -> "DataFrame":

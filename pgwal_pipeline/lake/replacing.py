@@ -134,7 +134,10 @@ def _with_events(
     if short:
         events = events.localCheckpoint()
     truncate = fold.last_truncate(events) if request.traits.truncated else None
-    steps = fold.steps(events, has, shape, types, after=truncate)
+    keeping = shape.keeps and shape.key
+    steps = fold.steps(events, has, shape, types, after=None if keeping else truncate)
+    if keeping and truncate is not None:
+        steps = kept.emptied(steps, events, types, shape)
     rows = base.snapshot_rows(source, snapshot, shape, types, truncate)
     if short:
         rows = rows.localCheckpoint()

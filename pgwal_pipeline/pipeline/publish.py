@@ -214,6 +214,8 @@ def _replace_request(
     first_seen = min((Snapshot.parse(chunk.snapshot or "") for chunk in chunks), key=lambda snapshot: snapshot.low, default=None)
     unseen = [window for window in windows if window.end_lsn > origin and not _seen_whole(window, first_seen)]
     from_lsn = min((window.start_lsn for window in unseen), default=frontier)
+    if keeps:  # what became of the rows that the present table has
+        from_lsn = max(origin, min(from_lsn, current.watermark(lake.current(state.location)) or frontier))
     writes = _writes(lake, state, [window for window in windows if window.end_lsn > from_lsn])
     return ReplaceRequest(
         table=state.table,
