@@ -61,9 +61,9 @@ BEFORE_ALL = -1
 PLACE = f"struct({AT_LSN} AS lsn, {AT_ORDINAL} AS ordinal)"
 NO_NAMES = "CAST(NULL AS array<string>)"
 
-_PLACE = (AT_LSN, AT_ORDINAL, f"CASE WHEN {OP} = 'K' THEN 0 WHEN {OP} IN ('S', 'A') THEN 2 ELSE 1 END")
+ORDER = (AT_LSN, AT_ORDINAL, f"CASE WHEN {OP} = 'K' THEN 0 WHEN {OP} IN ('S', 'A') THEN 2 ELSE 1 END")
 """The total order of a key's steps. At one position `K` comes first, and `S` and `A` last: their snapshot includes the event there."""
-_AT = f"struct({', '.join(f'{part} AS p{number}' for number, part in enumerate(_PLACE))})"
+_AT = f"struct({', '.join(f'{part} AS p{number}' for number, part in enumerate(ORDER))})"
 """The order as one comparable value."""
 
 _FIXED = (BooleanType, ByteType, ShortType, IntegerType, LongType, FloatType, DoubleType, DateType, TimestampType, TimestampNTZType)
@@ -133,8 +133,10 @@ def last_truncate(rows: "DataFrame") -> Truncate | None:
     return None if found is None else Truncate(*found)
 
 
-def steps(rows: "DataFrame", has: StructType, shape: Shape, types: StructType, *, after: Truncate | None = None) -> "DataFrame":
+def steps(rows: "DataFrame", has: StructType, shape: Shape, types: StructType, *extra: str, after: Truncate | None = None) -> "DataFrame":
     """Return rows of raw, whose schema is `has`, as steps with the column types of `types`. With `after`, only those after that TRUNCATE.
+
+    `extra` are columns of `rows` to keep.
 
     Schemas are given to the functions of this module: asking Spark for one analyzes the plan anew, which costs more than a small merge.
     """
@@ -143,7 +145,7 @@ def steps(rows: "DataFrame", has: StructType, shape: Shape, types: StructType, *
         wanted += f" AND ({COMMIT_LSN} > {after.lsn}L OR {COMMIT_LSN} = {after.lsn}L AND {ORDINAL} > {after.ordinal}L)"
     columns = [_typed(has, name, types[name].dataType) for name in shape.columns]
     own = [OP, COMMIT_LSN, XID, TEXT, UNCHANGED, f"{COMMIT_LSN} AS {AT_LSN}", f"{ORDINAL} AS {AT_ORDINAL}"]
-    return rows.where(wanted).selectExpr(*columns, *own)
+    return rows.where(wanted).selectExpr(*columns, *own, *extra)
 
 
 def _typed(has: StructType, name: str, kind: DataType) -> str:
@@ -213,10 +215,10 @@ def checked_schema(types: StructType, shape: Shape, traits: Traits) -> StructTyp
 def _newest(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
     """The changes where every value is sent: the newest step of a key is its row."""
     of_key = ", ".join(key_parts(types, shape.key))
-    backwards = ", ".join(f"{part} DESC" for part in _PLACE)
+    backwards = ", ".join(f"{part} DESC" for part in ORDER)
     nth = f"row_number() OVER (PARTITION BY {of_key} ORDER BY {backwards}) AS _pgwal_nth"
     newest = events.selectExpr("*", nth).where("_pgwal_nth = 1")
-    return newest.selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT, f"{_ends(OP)} AS {GONE}")
+    return newest.selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT, f"{ends(OP)} AS {GONE}")
 
 
 def _newest_sent(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
@@ -225,12 +227,12 @@ def _newest_sent(events: "DataFrame", types: StructType, shape: Shape) -> "DataF
     last = ", ".join([OP, COMMIT_LSN, TEXT, *_fixed(shape, movable)])
     of_key = map(F.expr, numbered(key_parts(types, shape.key)))
     folded = events.groupBy(*of_key).agg(F.expr(f"max_by(struct({last}), {_AT}) AS _pgwal_last"), *map(F.expr, _sent_values(movable)))
-    gone = _ends(f"_pgwal_last.{OP}")
-    unsent = f"CASE WHEN NOT {gone} THEN {_unsent_names(movable)} END"
+    gone = ends(f"_pgwal_last.{OP}")
+    unsent = f"CASE WHEN NOT {gone} THEN {unsent_names(movable)} END"
     return folded.selectExpr(
         *_values(shape, movable),
         f"_pgwal_last.{COMMIT_LSN} AS {COMMIT_LSN}",
-        _merged_text(movable),
+        merged_text(movable),
         f"{gone} AS {GONE}",
         *_judged(unsent, "false"),
     )
@@ -238,7 +240,7 @@ def _newest_sent(events: "DataFrame", types: StructType, shape: Shape) -> "DataF
 
 def _followed(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
     """The changes where rows change their keys and values may be unsent: each row is followed through its life."""
-    lives = _with_lives(events, types, shape)
+    lives = with_lives(events, types, shape)
     movable = may_be_unsent(types, shape)
     apart = "CASE WHEN _pgwal_life IS NULL THEN"
     group = ["_pgwal_life", f"{apart} _pgwal_birth_number END AS _pgwal_number"]
@@ -248,16 +250,16 @@ def _followed(events: "DataFrame", types: StructType, shape: Shape) -> "DataFram
         F.expr(f"max_by(struct({last}), {_AT}) AS _pgwal_last"), *map(F.expr, _sent_values(movable))
     )
     stayed = "(_pgwal_last._pgwal_life IS NULL AND _pgwal_last._pgwal_birth_number = 0)"
-    ended = _ends(f"_pgwal_last.{OP}")
+    ended = ends(f"_pgwal_last.{OP}")
     alive = folded.where(f"_pgwal_last._pgwal_is_last AND NOT {ended}").selectExpr(
         *_values(shape, movable),
         f"_pgwal_last.{COMMIT_LSN} AS {COMMIT_LSN}",
-        _merged_text(movable),
+        merged_text(movable),
         f"false AS {GONE}",
-        *_judged(_unsent_names(movable), f"NOT {stayed}"),
+        *_judged(unsent_names(movable), f"NOT {stayed}"),
     )
     kinds = {name: types[name].dataType for name in shape.columns}
-    gone = lives.where(f"_pgwal_is_last AND {_ends(OP)}").selectExpr(
+    gone = lives.where(f"_pgwal_is_last AND {ends(OP)}").selectExpr(
         *(quote(name) if name in shape.key else f"{null_of(kind)} AS {quote(name)}" for name, kind in kinds.items()),
         COMMIT_LSN,
         TEXT,
@@ -268,8 +270,8 @@ def _followed(events: "DataFrame", types: StructType, shape: Shape) -> "DataFram
     return alive.unionByName(gone)
 
 
-def _with_lives(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
-    """The steps with three more columns for `_followed`.
+def with_lives(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
+    """Return the steps with three more columns, by which a row is followed through changes of its key.
 
     `_pgwal_life` is the position of the row's first key change, null for a row that never changed its key. `_pgwal_birth_number` counts
     the incarnations that have begun under the key so far. `_pgwal_is_last` marks the key's last step.
@@ -279,7 +281,7 @@ def _with_lives(events: "DataFrame", types: StructType, shape: Shape) -> "DataFr
     arrives = f"({OP} = 'U' AND _pgwal_move_lsn IS NOT NULL)"
     born = f"({OP} IN ('I', 'S') OR {arrives})"
     of_key = f"PARTITION BY {', '.join(key_parts(types, shape.key))}"
-    ordered = f"{of_key} ORDER BY {', '.join(_PLACE)}"
+    ordered = f"{of_key} ORDER BY {', '.join(ORDER)}"
     so_far = f"{ordered} ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW"
     birth = f"CASE WHEN {born} THEN struct({PLACE} AS place, {arrives} AS arrives) END"
     counted = (
@@ -383,8 +385,8 @@ def may_be_unsent(schema: StructType, shape: Shape) -> list[str]:
     return [name for name in shape.columns if not isinstance(schema[name].dataType, _FIXED)]
 
 
-def _ends(op: str) -> str:
-    """The expression whether a key has no row after a step with that op."""
+def ends(op: str) -> str:
+    """Return the expression whether a key has no row after a step with that op."""
     return f"{op} IN ('D', 'K', 'A')"
 
 
@@ -407,19 +409,19 @@ def _values(shape: Shape, movable: Sequence[str]) -> list[str]:
     return [f"{sent.get(name, f'_pgwal_last.{quote(name)}')} AS {quote(name)}" for name in shape.columns]
 
 
-def _merged_text(movable: Sequence[str]) -> str:
-    """`_pgwal_text` of the folded row: each entry comes from the same step as its column's value."""
+def merged_text(movable: Sequence[str], last: str = f"_pgwal_last.{TEXT}") -> str:
+    """Return `_pgwal_text` of a folded row: entries of `movable` columns come with their values, the others from the expression `last`."""
     names = ", ".join(literal(name) for name in movable)
     ours = ", ".join(f"struct({literal(name)} AS key, _pgwal_v{number}.t AS value)" for number, name in enumerate(movable))
     if not movable:
-        return f"_pgwal_last.{TEXT} AS {TEXT}"
-    fixed = f"coalesce(map_entries(map_filter(_pgwal_last.{TEXT}, (k, v) -> NOT k IN ({names}))), array())"
+        return f"{last} AS {TEXT}"
+    fixed = f"coalesce(map_entries(map_filter({last}, (k, v) -> NOT k IN ({names}))), array())"
     entries = f"filter(concat({fixed}, array({ours})), e -> e.value IS NOT NULL)"
     return f"CASE WHEN size({entries}) > 0 THEN map_from_entries({entries}) END AS {TEXT}"
 
 
-def _unsent_names(movable: Sequence[str]) -> str:
-    """The names of the columns without a value that was sent, as an array; null if there is none."""
+def unsent_names(movable: Sequence[str]) -> str:
+    """Return the names of the columns without a value that was sent, as an array; null if there is none."""
     if not movable:
         return NO_NAMES
     names = ", ".join(f"CASE WHEN _pgwal_v{number} IS NULL THEN {literal(name)} END" for number, name in enumerate(movable))
