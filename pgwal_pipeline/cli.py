@@ -334,7 +334,7 @@ def as_of(when: str, as_json: bool) -> None:
     "when",
     default="latest",
     metavar="WHEN",
-    help="The newest publish at or before an LSN or a time; before the oldest, the histories.",
+    help="The newest publish at or before an LSN or a time; before that, the histories.",
 )
 @_json_option
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV with a header.")

@@ -164,9 +164,10 @@ def _current(session: "SparkSession", request: HistoryRequest) -> "DataFrame":
 
 
 def _begin(session: "SparkSession", request: HistoryRequest) -> None:
-    shape = request.shape
     with failures(str(request.table)):
-        rows = versions.begun(_current(session, request), shape, request.to_lsn, request.moment, unseen=False)
+        now = _current(session, request)
+        shape = _known_in(request.shape, now.schema)
+        rows = versions.begun(now, shape, request.to_lsn, request.moment, unseen=False)
         wanted = {
             "delta.enableDeletionVectors": "true",
             GENERATION: request.generation,
@@ -303,7 +304,7 @@ def _compare(spark: "SparkSession", request: HistoryRequest) -> None:
     with isolated(spark, conf_for(2 * rows_in(table)) | conf) as session, failures(str(request.table)):
         now = _current(session, request)
         _retype(session, request, table, now.schema)
-        shape = _widened(session, request, now.schema)
+        shape = _known_in(_widened(session, request, now.schema), now.schema)
         present = session.read.format("delta").load(request.path).where(OPEN)
         rows = versions.compared(present, now, shape, request.to_lsn, request.moment)
         if shape.key:
@@ -364,6 +365,11 @@ def _holds(new: DataType, old: DataType) -> bool:
     if isinstance(new, DecimalType) and isinstance(old, DecimalType):
         return new.scale >= old.scale and new.precision - new.scale >= old.precision - old.scale
     return False
+
+
+def _known_in(shape: Shape, schema: StructType) -> Shape:
+    """The table with only the columns of `schema`."""
+    return altered(shape, columns=tuple(name for name in shape.columns if name in schema.names))
 
 
 def _widened(session: "SparkSession", request: HistoryRequest, types: StructType) -> Shape:

@@ -113,9 +113,9 @@ class Plan:
 class KeptHistory:
     """What the ledger knows of a table's history, which is in the lake from LSN `since` on.
 
-    `stopped` is the LSN at which it stands since the option was taken away, `gaps` are the times without the option that have ended, as
-    pairs of LSNs. `reason` says why it is behind its table, `failures` how often its work failed in a row, and `retry_at` when it is tried
-    again.
+    `stopped` is the LSN at which it stands since the option was taken away. `gaps`, pairs of LSNs, are such times of which raw did not have
+    every change later. `reason` says why it is behind its table, `failures` how often its work failed in a row, and `retry_at` when it is
+    tried again.
     """
 
     since: int
@@ -146,10 +146,10 @@ class KeptHistory:
         """Return whether work that failed may be tried again at `now`."""
         return self.retry_at is None or self.retry_at <= now
 
-    def going_on(self, lsn: int) -> "KeptHistory":
-        """Return it after it was brought to `lsn`."""
-        gaps = self.gaps if self.stopped is None else (*self.gaps, (self.stopped, lsn))
-        return KeptHistory(self.since, gaps=gaps)
+    def going_on(self, lsn: int, *, compared: bool) -> "KeptHistory":
+        """Return it after it was brought to `lsn`. What happened while it was stopped is a gap if it was `compared` with a reading."""
+        gap = self.stopped is not None and compared
+        return KeptHistory(self.since, gaps=(*self.gaps, (self.stopped or 0, lsn)) if gap else self.gaps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,7 @@ def _after(state: TableState, past: Past, outcome: HistoryResult | None, frontie
     assert past.stands is not None
     # A publish that died after it began the history has not recorded that.
     known = state.history if state.history is not None and "history" not in state.unclean else KeptHistory(past.stands.watermark)
-    return known.going_on(frontier)
+    return known.going_on(frontier, compared=outcome is not None and outcome.course == "compared")
 
 
 def _taken_away(ledger: Ledger, options: TableOptions, state: TableState) -> KeptHistory | None:
