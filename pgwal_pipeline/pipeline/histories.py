@@ -19,7 +19,6 @@ from pgwal_pipeline.lake.records import KeptHistory, TablePointer, TableState, T
 from pgwal_pipeline.lake.schema import schema_json
 from pgwal_pipeline.lake.work import traits_of
 from pgwal_pipeline.messages.errors import TableError
-from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline.values.table_options import TableOptions
 
@@ -224,4 +223,4 @@ def reason(state: TableState, wanted: bool) -> str | None:
     """Return why a table's history is not at the publish; None if it is, or if none is kept."""
     if state.history is None or not wanted or state.history.reason is None:
         return None
-    return f"its history is behind, from {format_lsn(state.history.since)} on: {state.history.reason}"
+    return f"its history is behind: {state.history.reason}"
