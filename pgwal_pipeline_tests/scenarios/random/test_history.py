@@ -33,13 +33,14 @@ _ONCE = ("t1", "parts")
 
 
 class Watched(Workload):
-    """A workload whose tables are taken down after each statement that may have committed something."""
+    """A workload whose tables are taken down after each statement that may have committed something, but for those that nobody may read."""
 
     past: Past | None = None
 
     def _run(self, number: int, statement: str) -> bool:
         took = super()._run(number, statement)
-        if self.past is not None and (statement == "COMMIT" or not self.writers[number].open):
+        locked = any(writer.open and writer.exclusive for other, writer in enumerate(self.writers) if other != number)
+        if self.past is not None and not locked and (statement == "COMMIT" or not self.writers[number].open):
             self.past.remember(*(table.quoted for table in self.tables() if table.usable))
         return took
 
