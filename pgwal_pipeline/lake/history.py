@@ -24,6 +24,7 @@ from pyspark.sql.types import (
     IntegerType,
     LongType,
     ShortType,
+    StructField,
     StructType,
 )
 
@@ -350,9 +351,11 @@ def _retype(session: "SparkSession", request: HistoryRequest, table: DeltaTable,
             kept = next(free for free in names_in_raw(name, old.jsonValue()) if free.lower() not in taken)
             taken.add(kept.lower())
             values += [f"{null_of(new)} AS {quote(name)}", f"{quote(name)} AS {quote(kept)}"]
-    lacking = properties.delta_features({name: kind.simpleString() for name, kind in changed.items()})
-    if lacking:
-        session.sql(statements.set_properties(request.path, lacking)).collect()
+    # Delta refuses statistics on a column whose type has none, before the change and after it.
+    bounded = [StructField(field.name, changed.get(field.name, field.dataType)) for field in has.fields if properties.is_bounded(field)]
+    wanted = {properties.STATISTICS: properties.columns_with_statistics(StructType(bounded), (*request.key, VALID_FROM_LSN, VALID_TO_LSN))}
+    wanted |= properties.delta_features({name: kind.simpleString() for name, kind in changed.items()})
+    session.sql(statements.set_properties(request.path, wanted)).collect()
     whole = session.read.format("delta").load(request.path).selectExpr(*values)
     failpoints.hit("publish.in_history")
     whole.write.format("delta").mode("overwrite").option("overwriteSchema", "true").partitionBy(OPEN).save(request.path)

@@ -12,6 +12,7 @@ from pyspark.sql.types import (
     LongType,
     ShortType,
     StringType,
+    StructField,
     StructType,
     TimestampNTZType,
     TimestampType,
@@ -54,9 +55,14 @@ def statistics(schema: StructType, key: Sequence[str]) -> dict[str, str]:
 
 def columns_with_statistics(schema: StructType, wanted: Sequence[str]) -> str:
     """Return, as Delta's property takes them, the columns of which it is to keep statistics: the first ones, and those `wanted`."""
-    bounded = [field.name for field in schema.fields if isinstance(field.dataType, _BOUNDED)]
+    bounded = [field.name for field in schema.fields if is_bounded(field)]
     kept = [name for name in bounded if name in wanted or name in bounded[:_WITH_STATISTICS]]
     return ",".join("`" + name.replace("`", "``") + "`" for name in kept)
+
+
+def is_bounded(field: StructField) -> bool:
+    """Return whether there are statistics of a column of that type."""
+    return isinstance(field.dataType, _BOUNDED)
 
 
 def delta_features(types: Mapping[str, str]) -> dict[str, str]:
