@@ -7,10 +7,14 @@ from typing import Any
 
 import polars as pl
 import pytest
+from deltalake import DeltaTable
 
 from pgwal_pipeline import failpoints
+from pgwal_pipeline.lake import upkeep
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.messages.progress import Silent
+from pgwal_pipeline.pipeline.maintenance import maintain_tables
 from pgwal_pipeline.pipeline.status import publish_due, status
 from pgwal_pipeline.published.past import PastState, state_as_of
 from pgwal_pipeline.published.query import rows_of as query
@@ -50,7 +54,7 @@ def versions(pipeline: Pipeline, key: int) -> list[tuple[Any, ...]]:
     return rows.select("v", "_pgwal_op", "_pgwal_end_op", "_pgwal_unseen").rows()
 
 
-def test_it_begins_late_and_has_each_commit_since(source: Source, pipeline: Pipeline) -> None:
+def test_it_begins_late_and_has_each_commit_since(source: Source, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     make_table(source)
     pipeline.sync()
     source.sql("INSERT INTO t VALUES (7, 0, 'before'); INSERT INTO beside VALUES (1)")
@@ -105,6 +109,18 @@ def test_it_begins_late_and_has_each_commit_since(source: Source, pipeline: Pipe
     assert schema["_pgwal_valid_from_lsn"] == schema["_pgwal_valid_to_lsn"] == pl.Int64
     assert schema["_pgwal_unseen"] == pl.Boolean
     _reads_the_past(kept, past, since)
+    monkeypatch.setattr(upkeep, "_SMALL_FILES", 2)
+    before = history_of(kept)
+    assert maintain_tables(kept.settings, kept.spark, ["public.t"], progress=Silent()).upkeep.rewritten == 2
+    place = ["_pgwal_valid_from_lsn", "id", "_pgwal_valid_to_lsn"]
+    assert history_of(kept).sort(place).equals(before.sort(place))
+    publish = kept.ledger.publish()
+    assert publish is not None
+    assert len(DeltaTable(kept.lake.history(TABLE), version=publish.histories[TABLE].version).file_uris()) == 2  # open ones, and the others
+    source.sql("UPDATE t SET v = 10 WHERE id = 1; DELETE FROM t WHERE id = 2")
+    past.remember("public.t")
+    kept.sync()
+    assert past.compare("public.t", kept.lake.history(TABLE), since) == 9
 
 
 def _reads_the_past(kept: Pipeline, past: Past, since: int) -> None:
