@@ -13,6 +13,8 @@ from pgwal_pipeline.values.catalog_name import CatalogPattern
 from pgwal_pipeline.values.own_columns import (
     COMMIT_LSN,
     COMMITTED_AT,
+    DELETED_AT,
+    DELETED_LSN,
     END_OP,
     OLD_KEY,
     OP,
@@ -79,6 +81,10 @@ _HISTORY_COLUMNS = (
     (UNSEEN, "boolean", "whether its beginning or end was found by reading the table again, not in the stream"),
     (TEXT, "map<string,string>", "values that their columns cannot hold, as Postgres writes them"),
     (OPEN, "boolean", "whether the version has not ended"),
+)
+_DELETED_COLUMNS = (
+    (DELETED_AT, "timestamp", "when the row was deleted; null for rows that the source has"),
+    (DELETED_LSN, "long", "where the commit record of its deletion starts"),
 )
 
 
@@ -241,7 +247,7 @@ class AssetSpecs:
             | self._stored(
                 known,
                 self.lake.current(known.location),
-                _lake_schema(known, _CURRENT_COLUMNS),
+                _lake_schema(known, (*_CURRENT_COLUMNS, *(_DELETED_COLUMNS if self.options.of(known.table).keeps_deleted else ()))),
                 {name: [raw, snapshot] for name in _names(known)},
             )
             | ({} if self.catalog is None else {"dagster/table_name": str(self.catalog.of(known.table))}),

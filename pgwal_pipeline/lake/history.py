@@ -29,7 +29,7 @@ from pyspark.sql.types import (
 )
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.lake import bag, files, fold, key_ranges, properties, statements, versions
+from pgwal_pipeline.lake import bag, files, fold, kept, key_ranges, properties, statements, versions
 from pgwal_pipeline.lake.bag import ROW, TAKEN
 from pgwal_pipeline.lake.columns import null_of, quote, same_types
 from pgwal_pipeline.lake.current import MERGE_CONF, VIEW, widen
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 Course = Literal["begun", "followed", "compared", "unchanged"]
 
 _INTEGERS = (ByteType, ShortType, IntegerType, LongType)
-_DELETED_LSN = "_pgwal_deleted_lsn"
-"""The column of `current` that is null in every row that the source has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +159,7 @@ def _reached(request: HistoryRequest) -> int:
 def _current(session: "SparkSession", request: HistoryRequest) -> "DataFrame":
     """The rows of `current` at `to_lsn`, without those that it keeps though the source deleted them."""
     rows = session.read.format("delta").option("versionAsOf", request.current_version).load(request.current_path)
-    return rows.where(f"{_DELETED_LSN} IS NULL") if _DELETED_LSN in rows.columns else rows
+    return kept.living(rows, rows.columns)
 
 
 def _begin(session: "SparkSession", request: HistoryRequest) -> None:
@@ -348,9 +346,9 @@ def _retype(session: "SparkSession", request: HistoryRequest, table: DeltaTable,
         elif _holds(new, old):
             values.append(f"CAST({quote(name)} AS {new.simpleString()}) AS {quote(name)}")
         else:
-            kept = next(free for free in names_in_raw(name, old.jsonValue()) if free.lower() not in taken)
-            taken.add(kept.lower())
-            values += [f"{null_of(new)} AS {quote(name)}", f"{quote(name)} AS {quote(kept)}"]
+            aside = next(free for free in names_in_raw(name, old.jsonValue()) if free.lower() not in taken)
+            taken.add(aside.lower())
+            values += [f"{null_of(new)} AS {quote(name)}", f"{quote(name)} AS {quote(aside)}"]
     # Delta refuses statistics on a column whose type has none, before the change and after it.
     bounded = [StructField(field.name, changed.get(field.name, field.dataType)) for field in has.fields if properties.is_bounded(field)]
     wanted = {properties.STATISTICS: properties.columns_with_statistics(StructType(bounded), (*request.key, VALID_FROM_LSN, VALID_TO_LSN))}

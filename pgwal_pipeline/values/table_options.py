@@ -17,13 +17,16 @@ from pgwal_pipeline.values.relation import TableName
 MASKS = ("last4",)
 """The masks that `mask` takes."""
 
+DROP, KEEP = "drop", "keep"
+"""What becomes of deleted rows: `current` loses them, or keeps them with when they were deleted."""
+
 HISTORIES = (True, "every_change")
 """What `history` takes besides False."""
 
 EXCLUDED, HASHED = "exclude", "hash"
 """What becomes of a column that is left out, or hashed; one that is masked has the name of its mask."""
 
-_LATER = {"deletes": ("drop", None), "on_schema_change": ("propagate", None)}
+_LATER = {"on_schema_change": ("propagate", None)}
 """Options that are not supported yet, each with the values that mean what is done without it."""
 
 
@@ -42,14 +45,15 @@ class Options:
     """The options of one table.
 
     `exclude` and `hash` are globs of columns, `mask` pairs of a glob and a mask. `rows` is the SQL condition of the rows that are wanted,
-    None for all. `history` is None or one of HISTORIES: whether versions of rows are kept, and with `every_change` also those that ended in
-    the transaction in which they began.
+    None for all. `deletes` is KEEP, or None for DROP. `history` is None or one of HISTORIES: whether versions of rows are kept, and with
+    `every_change` also those that ended in the transaction in which they began.
     """
 
     exclude: tuple[str, ...] = ()
     hash: tuple[str, ...] = ()
     mask: tuple[tuple[str, str], ...] = ()
     rows: str | None = None
+    deletes: str | None = None
     history: bool | str | None = None
 
     def treatment(self, column: str) -> str | None:
@@ -59,6 +63,11 @@ class Options:
         if any(name_matches(column, glob) for glob in self.hash):
             return HASHED
         return next((mask for glob, mask in reversed(self.mask) if name_matches(column, glob)), None)
+
+    @property
+    def keeps_deleted(self) -> bool:
+        """Whether `current` keeps deleted rows."""
+        return self.deletes == KEEP
 
     @property
     def protects(self) -> bool:
@@ -71,8 +80,14 @@ class Options:
 
     def to_json(self) -> dict[str, Any]:
         """Return the options that are set, as they are written."""
-        written = {"exclude": list(self.exclude), "hash": list(self.hash), "mask": dict(self.mask), "rows": self.rows}
-        written["history"] = self.history
+        written = {
+            "exclude": list(self.exclude),
+            "hash": list(self.hash),
+            "mask": dict(self.mask),
+            "rows": self.rows,
+            "deletes": self.deletes,
+            "history": self.history,
+        }
         return {name: value for name, value in written.items() if value}
 
 
@@ -155,6 +170,10 @@ def _parsed(glob: str, options: object) -> Iterable[tuple[str, Any]]:
             yield name, _masks(glob, value)
         elif name == "rows":
             yield name, _condition(glob, value)
+        elif name == "deletes":
+            if value not in (DROP, KEEP, None):
+                raise OptionError(f"gives {glob} the option deletes, which takes {DROP} or {KEEP}")
+            yield name, KEEP if value == KEEP else None
         elif name == "history":
             yield name, _history(glob, value)
         else:
