@@ -14,6 +14,7 @@ NAMES = (
     "memory",
     "publish",
     "deep",
+    "history",
     "snapshot",
     "first_reading",
     "catch_up",
@@ -39,6 +40,7 @@ def main(names: tuple[str, ...], rounds: int, scale: float) -> None:
     memory: one transaction of 5 million rows and one of 1 million.
     publish: 100,000 changed keys into a million rows, against a hand-written MERGE.
     deep: 100,000 changed keys merged into tables of 1 to 30 million rows.
+    history: 100,000 changed keys into a million rows, without a history and with ones of 1, 10 and 50 versions a row.
     snapshot: 3 million rows, against COPY.
     first_reading: 1,000 tables of 100 rows, and 300.
     catch_up: 2 GB of WAL in one, two and three windows, one round.
@@ -86,6 +88,10 @@ def _benchmark(name: str, rounds: int, scale: float) -> Callable[[], Result]:
             from bench.deep import in_larger_tables
 
             return lambda: in_larger_tables(size(1_000_000), size(10_000_000), size(30_000_000), size(100_000), rounds)
+        case "history":
+            from bench.histories import by_length
+
+            return lambda: by_length(size(1_000_000), size(100_000), rounds)
         case "snapshot":
             from bench.snapshots import against_copy
 

@@ -38,7 +38,7 @@ def against_merge(rows: int, changed: int, rounds: int) -> Result:
         _copy(spark, current, by_hand)
         ours, theirs = [], []
         for number in range(rounds + 1):
-            _change(dsn, rows, changed, number)
+            change(dsn, rows, changed, number)
             drain(settings, progress=Silent())
             source = _newest_rows(dsn, spark, Path(folder, f"changed_{number}"), number)
             theirs.append(_seconds(lambda source=source: _merge_by_hand(spark, by_hand, source)))
@@ -57,7 +57,7 @@ def against_merge(rows: int, changed: int, rounds: int) -> Result:
     )
 
 
-def _change(dsn: str, rows: int, changed: int, number: int) -> None:
+def change(dsn: str, rows: int, changed: int, number: int) -> None:
     """Change rows in one transaction: nine tenths updates all over the table, one tenth new rows, each marked with the round's number."""
     updates, step = changed * 9 // 10, max(rows * 10 // (changed * 9), 1)
     first = rows + 1 + number * changed

@@ -10,21 +10,41 @@ import dagster as dg
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.messages.printable import code_span, distinct, plain_markdown, printable
 from pgwal_pipeline.values.catalog_name import CatalogPattern
-from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, DELETED_AT, DELETED_LSN, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
+from pgwal_pipeline.values.own_columns import (
+    COMMIT_LSN,
+    COMMITTED_AT,
+    DELETED_AT,
+    DELETED_LSN,
+    END_OP,
+    OLD_KEY,
+    OP,
+    OPEN,
+    ORDINAL,
+    TEXT,
+    UNCHANGED,
+    UNSEEN,
+    VALID_FROM,
+    VALID_FROM_LSN,
+    VALID_TO,
+    VALID_TO_LSN,
+    WINDOW,
+    XID,
+)
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline.values.table_options import TableOptions
 
 if TYPE_CHECKING:
     from pgwal_pipeline.lake.layout import Lake
 
-Layer = Literal["source", "raw", "snapshot", "current"]
+Layer = Literal["source", "raw", "snapshot", "current", "history"]
 
 SOURCE: Layer = "source"
 RAW: Layer = "raw"
 SNAPSHOT: Layer = "snapshot"
 CURRENT: Layer = "current"
+HISTORY: Layer = "history"
 LAYERS = (SOURCE, RAW, SNAPSHOT, CURRENT)
-"""The layers of a table, each an asset."""
+"""The layers that every table has, each an asset. Some have HISTORY too."""
 
 TABLE, LAYER = "pgwal/table", "pgwal/layer"
 """The metadata of each table's assets that say which table (schema.table) and layer it is, whatever its key."""
@@ -49,6 +69,18 @@ _RAW_COLUMNS = (
 _CURRENT_COLUMNS = (
     (COMMIT_LSN, "long", "where the commit record of the row's newest change starts"),
     (TEXT, "map<string,string>", "values that their columns cannot hold, as Postgres writes them"),
+)
+_HISTORY_COLUMNS = (
+    (VALID_FROM_LSN, "long", "the commit from which on the row was so"),
+    (VALID_FROM, "timestamp", "when that was"),
+    (VALID_TO_LSN, "long", "the commit from which on it was so no longer; null for the newest version"),
+    (VALID_TO, "timestamp", "when that was"),
+    (OP, "string", "what began the version: I insert, U update, S found by reading the table"),
+    (END_OP, "string", "what ended it: U update, D delete, K change of its key, T truncate, S found by reading the table"),
+    (OLD_KEY, "string", "the key that the row had before the change of its key that began the version, as JSON"),
+    (UNSEEN, "boolean", "whether its beginning or end was found by reading the table again, not in the stream"),
+    (TEXT, "map<string,string>", "values that their columns cannot hold, as Postgres writes them"),
+    (OPEN, "boolean", "whether the version has not ended"),
 )
 _DELETED_COLUMNS = (
     (DELETED_AT, "timestamp", "when the row was deleted; null for rows that the source has"),
@@ -86,6 +118,10 @@ class AssetNames:
     def current(self, table: TableName) -> dg.AssetKey:
         """Return the key of the current table: the table as of the newest publish."""
         return self.of(CURRENT, table)
+
+    def history(self, table: TableName) -> dg.AssetKey:
+        """Return the key of the history: each version of each row, of a table with that option."""
+        return self.of(HISTORY, table)
 
     def of(self, layer: Layer, table: TableName) -> dg.AssetKey:
         """Return the key of the table's asset in a layer."""
@@ -125,7 +161,12 @@ class AssetSpecs:
 
     def of(self, layer: Layer, known: KnownTable) -> dg.AssetSpec:
         """Return the spec of the table's asset in a layer."""
-        return {SOURCE: self.source, RAW: self.raw, SNAPSHOT: self.snapshot, CURRENT: self.current}[layer](known)
+        specs = {SOURCE: self.source, RAW: self.raw, SNAPSHOT: self.snapshot, CURRENT: self.current, HISTORY: self.history}
+        return specs[layer](known)
+
+    def layers_of(self, known: KnownTable) -> tuple[Layer, ...]:
+        """Return the layers that the table has."""
+        return (*LAYERS, HISTORY) if self.options.of(known.table).history else LAYERS
 
     def source(self, known: KnownTable) -> dg.AssetSpec:
         """Return the spec of the table in Postgres, which is observed and never written to."""
@@ -210,6 +251,29 @@ class AssetSpecs:
                 {name: [raw, snapshot] for name in _names(known)},
             )
             | ({} if self.catalog is None else {"dagster/table_name": str(self.catalog.of(known.table))}),
+        )
+
+    def history(self, known: KnownTable) -> dg.AssetSpec:
+        """Return the spec of the history, which is kept of tables with that option."""
+        raw, snapshot = self.names.raw(known.table), self.names.snapshot(known.table)
+        return dg.AssetSpec(
+            self.names.history(known.table),
+            deps=[dg.AssetDep(raw, partition_mapping=dg.SpecificPartitionsPartitionMapping([])), snapshot],
+            group_name=HISTORY,
+            kinds={"pyspark", "deltalake"},
+            owners=self.owners,
+            description=_described(
+                known,
+                f"Every version of every row of {code_span(str(known.table))}, with the commits between which it was valid. "
+                "It is at the LSN of the current tables.",
+            ),
+            metadata=_named(HISTORY, known)
+            | self._stored(
+                known,
+                self.lake.history(known.location),
+                _lake_schema(known, _HISTORY_COLUMNS),
+                {name: [raw, snapshot] for name in _names(known)},
+            ),
         )
 
     def _stored(self, known: KnownTable, path: str, schema: dg.TableSchema, lineage: Mapping[str, Sequence[dg.AssetKey]]) -> dict[str, Any]:

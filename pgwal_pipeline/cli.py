@@ -343,7 +343,13 @@ def as_of(when: str, as_json: bool) -> None:
 @main.command()
 @click.argument("sql", required=False, metavar="[SQL]")
 @click.option("--tables", "list_tables", is_flag=True, help="List the published tables with their columns, instead of a query.")
-@click.option("--as-of", "when", default="latest", metavar="WHEN", help="The newest publish at or before an LSN or a time.")
+@click.option(
+    "--as-of",
+    "when",
+    default="latest",
+    metavar="WHEN",
+    help="The newest publish at or before an LSN or a time; before that, the histories.",
+)
 @_json_option
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV with a header.")
 @_command
@@ -356,9 +362,9 @@ def query(sql: str | None, list_tables: bool, when: str, as_json: bool, as_csv: 
     with _quiet_stdout():
         from pgwal_pipeline.published import query as queries
         from pgwal_pipeline.published import written
-        from pgwal_pipeline.published.state import open_state
+        from pgwal_pipeline.published.past import state_as_of
 
-        state = open_state(_settings(), when)
+        state = state_as_of(_settings(), when)
     style = "json" if as_json else "csv" if as_csv else "table"
     if sql is None:
         for line in written.tables(queries.table_columns(state), state.lsn, style):

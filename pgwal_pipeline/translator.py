@@ -11,7 +11,7 @@ from typing import Any
 
 import dagster as dg
 
-from pgwal_pipeline.asset_specs import CURRENT, LAYERS, RAW, SNAPSHOT, SOURCE, AssetNames, AssetSpecs, Layer
+from pgwal_pipeline.asset_specs import CURRENT, HISTORY, RAW, SNAPSHOT, SOURCE, AssetNames, AssetSpecs, Layer
 from pgwal_pipeline.known_tables import KnownColumn, KnownTable
 from pgwal_pipeline.messages.errors import SettingError
 from pgwal_pipeline.messages.printable import distinct, printable
@@ -66,7 +66,8 @@ class PgwalTranslator:
     """Says how each table's assets are called and shown. Override `get_asset_spec`."""
 
     def get_asset_spec(self, layer: Layer, table: CdcTable) -> dg.AssetSpec:
-        """Return the spec of the table's asset in a layer: `source`, `raw`, `snapshot` or `current`.
+        """Return the spec of the table's asset in a layer: `source`, `raw`, `snapshot` or `current`, and `history` of
+        tables with that option.
 
         It must say the same for the same layer and table each time, since definitions are loaded in many processes. Dependencies on our own
         assets need not be given: they follow the keys.
@@ -89,7 +90,7 @@ def refuse_shared_keys(specs: AssetSpecs, tables: Iterable[KnownTable]) -> None:
     """Raise SettingError if two assets have one key."""
     found: dict[dg.AssetKey, str] = {specs.names.slot: "the slot"}
     for known in tables:
-        for layer in LAYERS:
+        for layer in specs.layers_of(known):
             key, what = specs.names.of(layer, known.table), f"{layer} of {known.table}"
             if key in found:
                 raise SettingError(
@@ -117,7 +118,7 @@ class _Translation:
     def spec(self, layer: Layer, known: KnownTable) -> dg.AssetSpec:
         """Return the translated spec with the dependencies and the lineage of the default one, on translated keys."""
         spec, default = self._translated(layer, known), self._defaults.of(layer, known)
-        keys = {self._defaults.names.of(each, known.table): self.key(each, known.table) for each in LAYERS}
+        keys = {self._defaults.names.of(each, known.table): self.key(each, known.table) for each in self._defaults.layers_of(known)}
         own = [dg.AssetDep(keys[dep.asset_key], partition_mapping=dep.partition_mapping) for dep in default.deps]
         taken = {*keys, *(dep.asset_key for dep in own)}
         ours: dict[str, Any] = {name: value for name, value in default.metadata.items() if name.startswith("pgwal/")}
@@ -180,3 +181,6 @@ class _TranslatedSpecs(AssetSpecs):
 
     def current(self, known: KnownTable) -> dg.AssetSpec:
         return self.of(CURRENT, known)
+
+    def history(self, known: KnownTable) -> dg.AssetSpec:
+        return self.of(HISTORY, known)

@@ -46,7 +46,7 @@ _KEY_PREFIX = "The prefix of the keys of its assets. Left out, it is the name."
 _OWNERS = "Owners of its assets: e-mail addresses, or teams such as team:data."
 _TRANSLATION = (
     "What is different of its tables' assets: key, group_name, tags, owners, description, metadata, automation_condition and more. "
-    "Templates have `layer` (source, raw, snapshot or current), `table` (with schema, name, key, columns and comment) and `spec`."
+    "Templates have `layer` (source, raw, snapshot, current or history), `table` (with schema, name, key, columns and comment) and `spec`."
 )
 
 _TRANSLATOR = "A PgwalTranslator, for what templates cannot say: a template variable, such as '{{ our_translator }}'."

@@ -18,7 +18,7 @@ from pgwal_pipeline.components.steps import Result, Step
 from pgwal_pipeline.lake.records import TablePointer
 from pgwal_pipeline.messages import progress
 from pgwal_pipeline.messages.errors import LakeError
-from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish, publish_json
+from pgwal_pipeline.pipeline.reports import PublishReport, publish_json
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import TableName
@@ -42,10 +42,13 @@ def build_publish(source: CdcSource) -> Step:
         report = _publish(context, source, tables)
         changed = _changed(context, source, report, last)
         results = side_by_side(lambda one: _result(source, report, *one, whole=tables is None), list(changed.items()))
+        pasts = _changed_histories(context, source, report, last)
         if tables is None and not last.seen:
             first_readings(context, source)
-        announce(context, [source.names.current(table) for table in changed])
+        announce(context, [*(source.names.current(table) for table in changed), *(source.names.history(table) for table in pasts)])
         yield from results
+        for table, version in pasts.items():
+            yield _history_result(source, report, table, version)
         reasons = _errors(slot_of(context, source).settings)
         yield from _followed(source, report, reasons, last)
         _observe(context, source, report, changed, reasons if tables is None else None)
@@ -58,6 +61,7 @@ def build_publish(source: CdcSource) -> Step:
         frozenset({source.slot_key, source.spark_key}),
         work,
         asset=source.assets.current,
+        second=lambda known: source.assets.history(known) if source.assets.options.of(known.table).history else None,
         check=lambda known: dg.AssetCheckSpec(
             FOLLOWED_CHECK,
             asset=source.names.current(known.table),
@@ -84,6 +88,7 @@ class _Recorded:
     """
 
     tables: Mapping[TableName, TablePointer] = field(default_factory=dict)
+    histories: Mapping[TableName, TablePointer] = field(default_factory=dict)
     failing: Mapping[str, str] = field(default_factory=dict)
     seen: bool = False
 
@@ -99,15 +104,15 @@ def _last_recorded(context: StepContext, source: CdcSource) -> _Recorded:
     for record in context.instance.fetch_observations(source.names.slot, limit=_OBSERVATIONS).records:
         entry = None if record.asset_observation is None else record.asset_observation.metadata.get(_RECORDED)
         if isinstance(entry, dg.JsonMetadataValue) and isinstance(entry.data, dict):
-            same = entry.data["publish"] == _digest(publish.tables)
+            same = entry.data["publish"] == _digest(publish.tables, publish.histories)
             seen = bool(entry.data.get("seen"))
-            return _Recorded(publish.tables, entry.data["failing"], seen) if same else _Recorded(seen=seen)
+            return _Recorded(publish.tables, publish.histories, entry.data["failing"], seen) if same else _Recorded(seen=seen)
     return _Recorded()
 
 
-def _digest(tables: Mapping[TableName, TablePointer]) -> str:
+def _digest(tables: Mapping[TableName, TablePointer], histories: Mapping[TableName, TablePointer]) -> str:
     """Return what tells where the tables of a publish stand from any other."""
-    listed = sorted((str(table), pointer.path, pointer.version) for table, pointer in tables.items())
+    listed = sorted((str(table), pointer.path, pointer.version) for table, pointer in [*tables.items(), *histories.items()])
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
@@ -131,7 +136,7 @@ def _observe(
         if failing is not None:
             reasons = {str(table): reason for table, reason in failing.items()}
             pointers = {name: TablePointer(found.path, found.version) for name, found in report.tables.items() if found.version is not None}
-            more[_RECORDED] = dg.MetadataValue.json({"publish": _digest(pointers), "failing": reasons, "seen": True})
+            more[_RECORDED] = dg.MetadataValue.json({"publish": _digest(pointers, report.histories), "failing": reasons, "seen": True})
     told = {table: publish for table, publish in report.tables.items() if table in changed or publish.errors}
     observe_slot(context, source, numbers, publish_json(replace(report, tables=told)), more)
 
@@ -160,27 +165,38 @@ def _changed(context: StepContext, source: CdcSource, report: PublishReport, las
 
     Dagster is asked only about those that do not stand where the publish before left them.
     """
-    from pgwal_pipeline.lake.delta import side_by_side
-
     moved = {
         source.names.current(table): table
         for table, publish in sorted(report.tables.items())
         if publish.version is not None and not publish.errors and last.tables.get(table) != TablePointer(publish.path, publish.version)
     }
-    recorded = _recorded_versions(context, moved)
-    versions = side_by_side(_data_version, [report.tables[table] for table in moved.values()])
+    at = {table: TablePointer(found.path, found.version) for table, found in report.tables.items() if found.version is not None}
+    return _unrecorded(context, moved, at)
+
+
+def _changed_histories(context: StepContext, source: CdcSource, report: PublishReport, last: _Recorded) -> dict[TableName, str]:
+    """Return the same of the tables' histories."""
+    moved = {source.names.history(table): table for table, at in sorted(report.histories.items()) if last.histories.get(table) != at}
+    return _unrecorded(context, moved, report.histories)
+
+
+def _unrecorded(context: StepContext, moved: Mapping[dg.AssetKey, TableName], at: Mapping[TableName, TablePointer]) -> dict[TableName, str]:
+    """Return the data versions of those of `moved` whose newest materialization has another one."""
+    from pgwal_pipeline.lake.delta import side_by_side
+
+    recorded = _recorded_versions(context, moved) if moved else {}
+    versions = side_by_side(_data_version, [at[table] for table in moved.values()])
     found = dict(zip(moved, versions, strict=True))
     return {table: found[key] for key, table in moved.items() if recorded.get(key) != found[key]}
 
 
-def _data_version(publish: TablePublish) -> str:
+def _data_version(at: TablePointer) -> str:
     from pgwal_pipeline.lake.standing import content_version
 
-    assert publish.version is not None
     try:
-        return content_version(publish.path, publish.version)
+        return content_version(at.path, at.version)
     except LakeError:  # damaged since the merge; the table's next publish reports it
-        return str(publish.version)
+        return str(at.version)
 
 
 def _recorded_versions(context: StepContext, keys: Iterable[dg.AssetKey]) -> dict[dg.AssetKey, str]:
@@ -196,6 +212,13 @@ def _recorded_versions(context: StepContext, keys: Iterable[dg.AssetKey]) -> dic
 def _result(source: CdcSource, report: PublishReport, table: TableName, version: str, *, whole: bool) -> dg.MaterializeResult:
     metadata = _metadata(report, table, whole=whole)
     return dg.MaterializeResult(asset_key=source.names.current(table), metadata=metadata, data_version=dg.DataVersion(version))
+
+
+def _history_result(source: CdcSource, report: PublishReport, table: TableName, version: str) -> dg.MaterializeResult:
+    metadata: dict[str, Any] = {_VERSION: report.histories[table].version}
+    if report.lsn is not None:
+        metadata["pgwal/published_lsn"] = format_lsn(report.lsn)
+    return dg.MaterializeResult(asset_key=source.names.history(table), metadata=metadata, data_version=dg.DataVersion(version))
 
 
 def _metadata(report: PublishReport, table: TableName, *, whole: bool) -> dict[str, Any]:

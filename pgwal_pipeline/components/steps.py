@@ -28,10 +28,10 @@ _TABLES = "tables"
 class Step:
     """A step of `source` called `name` in jobs and `graph_name` in the asset graph, which needs the resources with the keys `resources`.
 
-    For each table it materializes the `asset` and runs the `check`; one of the two may be missing. Both are built for the asset graph only:
-    with many tables that takes longer than a run. `partitions` are those of its jobs; an asset's are in its spec. With `idle` an asset that
-    a run selects and that has no result is materialized with this metadata. `tables_config`: the description of a config field `tables`
-    that selects tables by name (schema.table); with None the step has no config.
+    For each table it materializes the `asset`, and `second` where that is not None, and runs the `check`; asset or check may be missing.
+    Both are built for the asset graph only: with many tables that takes longer than a run. `partitions` are those of its jobs; an asset's
+    are in its spec. With `idle` an asset that a run selects and that has no result is materialized with this metadata. `tables_config`: the
+    description of a config field `tables` that selects tables by name (schema.table); with None the step has no config.
     """
 
     source: CdcSource
@@ -41,6 +41,7 @@ class Step:
     resources: frozenset[str]
     work: Work
     asset: Callable[[KnownTable], dg.AssetSpec] | None = None
+    second: Callable[[KnownTable], dg.AssetSpec | None] | None = None
     check: Callable[[KnownTable], dg.AssetCheckSpec] | None = None
     partitions: dg.PartitionsDefinition | None = None
     idle: Mapping[str, Any] | None = None
@@ -75,7 +76,11 @@ def _op(step: Step) -> dg.OpDefinition:
 
 
 def _assets(step: Step, asset: Callable[[KnownTable], dg.AssetSpec]) -> dg.AssetsDefinition:
-    assets = [asset(known) for known in step.source.tables]
+    tables = step.source.tables
+    seconds = [] if step.second is None else [(known, spec) for known in tables if (spec := step.second(known)) is not None]
+    assets = [asset(known) for known in tables]
+    owned = [(known.table, spec.key) for known, spec in [*zip(tables, assets, strict=True), *seconds]]
+    assets += [spec for _, spec in seconds]
     specs, real_keys = op_safe(assets)
     given = {real: stand_in for stand_in, real in real_keys.items()}
 
@@ -90,7 +95,7 @@ def _assets(step: Step, asset: Callable[[KnownTable], dg.AssetSpec]) -> dg.Asset
     )
     def work(context: dg.AssetExecutionContext) -> Iterator[Result]:
         keys, checks = context.selected_asset_keys, context.selected_asset_check_keys
-        tables = _configured(context) or _of_selection(step, [spec.key for spec in assets], keys)
+        tables = _configured(context) or _of_selection(step, owned, keys)
         idle = set() if step.idle is None else set(keys)
         for result in _selected(context, step, step.work(context, tables), keys, checks):
             idle.discard(result.asset_key)
@@ -104,6 +109,7 @@ def _assets(step: Step, asset: Callable[[KnownTable], dg.AssetSpec]) -> dg.Asset
 
 def _checks(step: Step) -> dg.AssetsDefinition:
     specs = _check_specs(step)
+    owned = [(known.table, check.key) for known, check in zip(step.source.tables, specs, strict=True)]
     given = stand_ins({key for check in specs for key in (check.asset_key, *(dep.asset_key for dep in check.additional_deps))})
 
     @dg.multi_asset_check(
@@ -117,7 +123,7 @@ def _checks(step: Step) -> dg.AssetsDefinition:
     def work(context: dg.AssetCheckExecutionContext) -> Iterator[Result]:
         checks = context.selected_asset_check_keys
         ran = context.op_execution_context
-        tables = _configured(ran) or _of_selection(step, [check.key for check in specs], checks)
+        tables = _configured(ran) or _of_selection(step, owned, checks)
         yield from _selected(ran, step, step.work(ran, tables), (), checks)
 
     checks = _ManyChecks(**work.get_attributes_dict())
@@ -164,9 +170,9 @@ def _configured(context: StepContext) -> tuple[TableName, ...] | None:
         raise dg.Failure(f"{error}.", allow_retries=False) from None
 
 
-def _of_selection(step: Step, keys: Sequence[object], selected: Collection[object]) -> tuple[TableName, ...] | None:
-    """Return the tables whose keys the run selects, None if it selects all. `keys` has one key for each table, in the same order."""
-    chosen = tuple(known.table for known, key in zip(step.source.tables, keys, strict=True) if key in selected)
+def _of_selection(step: Step, owned: Sequence[tuple[TableName, object]], selected: Collection[object]) -> tuple[TableName, ...] | None:
+    """Return the tables of which the run selects a key, None if it does so of all. `owned` are the tables with their keys."""
+    chosen = tuple(dict.fromkeys(table for table, key in owned if key in selected))
     return None if len(chosen) == len(step.source.tables) else chosen
 
 

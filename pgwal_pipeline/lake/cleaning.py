@@ -21,7 +21,7 @@ _OID = slice(1, 5)  # of a message that changes a row
 def clean_raw(lake: Lake, location: TableName, oid: int) -> None:
     """Remove the raw table of that location, and what was set aside of the table, whose oid is given. Raises LakeError."""
     _remove(lake, lake.layer_path("raw", location))
-    for layer in ("raw", "snapshot", "current"):
+    for layer in ("raw", "snapshot", "current", "history"):
         _remove(lake, f"_pgwal/damaged/{lake.layer_path(layer, location)}")
     _remove(lake, "_pgwal/verify")  # copies that a comparison left behind when it was killed
     with lake_errors(lake.absolute("_pgwal/undecodable")):
@@ -48,6 +48,11 @@ def clean_keys(ledger: Ledger, location: TableName) -> None:
 def clean_snapshots(lake: Lake, location: TableName) -> None:
     """Remove the snapshot table of that location. Raises LakeError."""
     _remove(lake, lake.layer_path("snapshot", location))
+
+
+def clean_history(lake: Lake, location: TableName) -> None:
+    """Remove the history of that location. Raises LakeError."""
+    _remove(lake, lake.layer_path("history", location))
 
 
 def clean_current(lake: Lake, location: TableName) -> None:

@@ -47,8 +47,9 @@ __all__ = [
     "watermark",
 ]
 
-_VIEW = "pgwal_changes"
-_MERGE_CONF = {
+VIEW = "pgwal_changes"
+"""The view that a MERGE reads."""
+MERGE_CONF = {
     # Delta reads the source of a MERGE three times, and would fold it each time.
     "spark.databricks.delta.merge.materializeSource": "all",
 }
@@ -91,7 +92,7 @@ def merge(spark: "SparkSession", request: MergeRequest, shared: "SparkSession | 
             return _rewrite(session, request, changes, small)
     ranges = ranges_of(request, table, changes)
     rows = request.rows + (rows_in(table) if ranges is None else ranges.rows)
-    with isolated(spark, _MERGE_CONF | conf_for(rows)) as session:
+    with isolated(spark, MERGE_CONF | conf_for(rows)) as session:
         return _merge(session, request, changes, ranges)
 
 
@@ -197,13 +198,13 @@ def _merge_changes(
     source, lacking = _folded(steps, near, types, shape, traits)
     kinds = fold.checked_schema(types, shape, traits)
     within = "" if ranges is None else ranges.condition("t")
-    statement = statements.merge_changes(request.current_path, types, kinds, _VIEW, shape, within)
+    statement = statements.merge_changes(request.current_path, types, kinds, VIEW, shape, within)
     return _run(session, request, shape, source, statement, lacking)
 
 
 def _merge_bag(session: "SparkSession", request: MergeRequest, shape: Shape, steps: "DataFrame", target: "DataFrame") -> MergeResult:
     changes = bag.renewed(bag.counted(steps, shape), kept.living(target, target.columns), shape)
-    statement = statements.merge_bag(request.current_path, target.schema, changes.schema, _VIEW, shape)
+    statement = statements.merge_bag(request.current_path, target.schema, changes.schema, VIEW, shape)
     return _run(session, request, shape, changes, statement, lambda: None)
 
 
@@ -215,9 +216,9 @@ def _run(
     statement: str,
     lacking: "Callable[[], DataFrame | None]",
 ) -> MergeResult:
-    """Run the MERGE `statement`, which reads `source` by the view `_VIEW`."""
+    """Run the MERGE `statement`, which reads `source` by the view `VIEW`."""
     with table_failures(shape, lacking):
-        source.createOrReplaceTempView(_VIEW)
+        source.createOrReplaceTempView(VIEW)
         set_write_options(session, fence(request.to_lsn))
         failpoints.hit("publish.in_merge")
         counted = session.sql(statement).collect()

@@ -21,6 +21,7 @@ _OURS: Mapping[Layer, Callable[[DeltaTable], bool]] = {
     "raw": lambda table: WINDOW in table.metadata().partition_columns,
     "snapshot": lambda table: GENERATION in table.metadata().partition_columns,
     "current": lambda table: table.transaction_version(FENCE) is not None,
+    "history": lambda table: table.transaction_version(FENCE) is not None,
 }
 
 
@@ -33,14 +34,16 @@ def raw_is_whole(lake: Lake, location: TableName) -> bool:
 def heal(lake: Lake, location: TableName) -> dict[Layer, str]:
     """Set aside those of a table's Delta tables that cannot be used, so that the table can be read again; return where they went, by layer.
 
-    A raw or snapshot table that only lacks files goes on without them. Raises LakeError if the lake cannot be written.
+    A raw or snapshot table that only lacks files goes on without them; a history begins anew.
+
+    Raises LakeError if the lake cannot be written.
     """
     moved: dict[Layer, str] = {}
     for layer in _OURS:
         path = lake.layer_path(layer, location)
-        if not _usable(lake, layer, path):
+        if not _usable(lake, layer, path) or (layer == "history" and _wrong_files(lake, path)):
             moved[layer] = _set_aside(lake, path)
-        elif layer != "current":  # `current` is replaced as a whole
+        elif layer in ("raw", "snapshot"):  # `current` is replaced as a whole
             _forget(lake, path, _wrong_files(lake, path))
     return moved
 

@@ -27,6 +27,7 @@ STAGES = {
     "look": "its current table could not be examined",
     "merge": "its changes could not be merged",
     "replace": "its current table could not be made from the rows read",
+    "history": "its history could not be kept",
     "compare": "it could not be compared with the source",
     "maintain": "its files could not be compacted, vacuumed or pruned",
 }
@@ -108,7 +109,7 @@ def _probe(lake: Lake) -> None:
     """Raise if the lake as a whole cannot be read or written: write and remove a small file beside the tables of each layer."""
     require_writable(lake)
     store = filesystem(lake.uri)
-    for folder in ("_pgwal", "raw", "snapshot", "current"):
+    for folder in ("_pgwal", "raw", "snapshot", "current", "history"):
         if store.get_file_info(folder).type != pafs.FileType.NotFound:
             path = f"{folder}/_probe_{uuid.uuid4().hex}"
             with store.open_output_stream(path) as file:

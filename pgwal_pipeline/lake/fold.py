@@ -138,8 +138,10 @@ def last_truncate(rows: "DataFrame") -> Truncate | None:
     return None if found is None else Truncate(*found)
 
 
-def steps(rows: "DataFrame", has: StructType, shape: Shape, types: StructType, *, after: Truncate | None = None) -> "DataFrame":
+def steps(rows: "DataFrame", has: StructType, shape: Shape, types: StructType, *extra: str, after: Truncate | None = None) -> "DataFrame":
     """Return rows of raw, whose schema is `has`, as steps with the column types of `types`. With `after`, only those after that TRUNCATE.
+
+    `extra` are columns of `rows` to keep.
 
     Schemas are given to the functions of this module: asking Spark for one analyzes the plan anew, which costs more than a small merge.
     """
@@ -149,7 +151,7 @@ def steps(rows: "DataFrame", has: StructType, shape: Shape, types: StructType, *
     columns = [_typed(has, name, types[name].dataType) for name in shape.columns]
     own = [OP, COMMIT_LSN, XID, TEXT, UNCHANGED, f"{COMMIT_LSN} AS {AT_LSN}", f"{ORDINAL} AS {AT_ORDINAL}"]
     own += [COMMITTED_AT] if shape.keeps else []
-    return rows.where(wanted).selectExpr(*columns, *own)
+    return rows.where(wanted).selectExpr(*columns, *own, *extra)
 
 
 def _typed(has: StructType, name: str, kind: DataType) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
 from pyarrow.compute import call_function
@@ -95,15 +96,17 @@ class _TargetFiles:
     nulls: Mapping[str, list[int | None]]
 
 
-def find(target: DeltaTable, schema: StructType, changes: Files, key: Sequence[str]) -> KeyRanges | None:
+def find(
+    target: DeltaTable, schema: StructType, changes: Files, key: Sequence[str], within: tuple[str, Any] | None = None
+) -> KeyRanges | None:
     """Return the ranges in which the keys of `changes`, files of raw, lie; None if they would not spare a MERGE a file of the target.
 
-    `schema` is the target's.
+    `schema` is the target's. With `within`, a partition column and its value, only the files of that partition count.
     """
     ordered = [name for name in key if name in schema.names and isinstance(schema[name].dataType, _ORDERED)]
     if not ordered or not changes.paths:
         return None
-    files = _files_of(target, ordered)
+    files = _files_of(target, ordered, within)
     if len(files.rows) < 2:
         return None
     kinds = {name: schema[name].dataType for name in ordered}
@@ -118,8 +121,10 @@ def find(target: DeltaTable, schema: StructType, changes: Files, key: Sequence[s
     return KeyRanges(ranges, kinds, len(hit), sum(files.rows[number] for number in hit))
 
 
-def _files_of(target: DeltaTable, names: Sequence[str]) -> _TargetFiles:
+def _files_of(target: DeltaTable, names: Sequence[str], within: tuple[str, Any] | None) -> _TargetFiles:
     listed = pa.table(target.get_add_actions(flatten=True))
+    if within is not None:
+        listed = listed.filter(pads.field(f"partition.{within[0]}") == within[1])
     stored = physical_names(target)
 
     def column(what: str, name: str) -> list[Any]:

@@ -1,7 +1,7 @@
 """The paths in a lake, and access to its storage, a local folder or an object store.
 
-`<lake>/raw|snapshot|current/<schema>/<table>` are the tables, `<lake>/_pgwal/<name>` the ledger's. Two tables never share a path, not even
-on a file system that ignores case.
+`<lake>/raw|snapshot|current|history/<schema>/<table>` are the tables, `<lake>/_pgwal/<name>` the ledger's. Two tables never share a path,
+not even on a file system that ignores case.
 """
 
 import os
@@ -19,7 +19,7 @@ from deltalake.fs import DeltaStorageHandler
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.values.relation import TableName
 
-Layer = Literal["raw", "snapshot", "current"]
+Layer = Literal["raw", "snapshot", "current", "history"]
 
 _PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_")
 # What the Delta library cannot take in a path: it fails on the first kind, and reads the second as an escape and writes elsewhere.
@@ -95,6 +95,10 @@ class Lake:
     def current(self, table: TableName) -> str:
         """Return the address of the Delta table with the current rows of `table`."""
         return self.absolute(self.layer_path("current", table))
+
+    def history(self, table: TableName) -> str:
+        """Return the address of the Delta table with the versions of the rows of `table`."""
+        return self.absolute(self.layer_path("history", table))
 
     def ledger(self, name: str) -> str:
         """Return the address of the ledger's Delta table `name`."""

@@ -12,6 +12,7 @@ from pyspark.sql.types import (
     LongType,
     ShortType,
     StringType,
+    StructField,
     StructType,
     TimestampNTZType,
     TimestampType,
@@ -49,9 +50,19 @@ def statistics(schema: StructType, key: Sequence[str]) -> dict[str, str]:
     """Return the property with which Delta keeps statistics on the key of a table; empty if it does so without one."""
     if all(name in schema.names[:_WITH_STATISTICS] for name in key):
         return {}
-    bounded = [field.name for field in schema.fields if isinstance(field.dataType, _BOUNDED)]
-    kept = [name for name in bounded if name in key or name in bounded[:_WITH_STATISTICS]]
-    return {STATISTICS: ",".join("`" + name.replace("`", "``") + "`" for name in kept)}
+    return {STATISTICS: columns_with_statistics(schema, key)}
+
+
+def columns_with_statistics(schema: StructType, wanted: Sequence[str]) -> str:
+    """Return, as Delta's property takes them, the columns of which it is to keep statistics: the first ones, and those `wanted`."""
+    bounded = [field.name for field in schema.fields if is_bounded(field)]
+    kept = [name for name in bounded if name in wanted or name in bounded[:_WITH_STATISTICS]]
+    return ",".join("`" + name.replace("`", "``") + "`" for name in kept)
+
+
+def is_bounded(field: StructField) -> bool:
+    """Return whether there are statistics of a column of that type."""
+    return isinstance(field.dataType, _BOUNDED)
 
 
 def delta_features(types: Mapping[str, str]) -> dict[str, str]:

@@ -114,6 +114,49 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptHistory:
+    """What the ledger knows of a table's history, which is in the lake from LSN `since` on.
+
+    `stopped` is the LSN at which it stands since the option was taken away. `gaps`, pairs of LSNs, are such times of which raw did not have
+    every change later. `reason` says why it is behind its table, `failures` how often its work failed in a row, and `retry_at` when it is
+    tried again.
+    """
+
+    since: int
+    stopped: int | None = None
+    gaps: tuple[tuple[int, int], ...] = ()
+    reason: str | None = None
+    failures: int = 0
+    retry_at: datetime | None = None
+
+    def to_json(self) -> str:
+        """Return it as JSON text, which `from_json` turns back into an equal record."""
+        return json.dumps(asdict(self) | {"retry_at": None if self.retry_at is None else self.retry_at.isoformat()})
+
+    @classmethod
+    def from_json(cls, text: str) -> "KeptHistory":
+        """Return what any version of `to_json` wrote."""
+        found = json.loads(text)
+        at = found.get("retry_at")
+        gaps = tuple((start, end) for start, end in found.get("gaps", ()))
+        return cls(**_known(cls, found, gaps=gaps, retry_at=None if at is None else datetime.fromisoformat(at)))
+
+    def failed(self, reason: str, now: datetime) -> "KeptHistory":
+        """Return it after its work failed."""
+        failures = self.failures + 1
+        return replace(self, reason=reason, failures=failures, retry_at=now + pause_after(failures))
+
+    def due(self, now: datetime) -> bool:
+        """Return whether work that failed may be tried again at `now`."""
+        return self.retry_at is None or self.retry_at <= now
+
+    def going_on(self, lsn: int, *, compared: bool) -> "KeptHistory":
+        """Return it after it was brought to `lsn`. What happened while it was stopped is a gap if it was `compared` with a reading."""
+        gap = self.stopped is not None and compared
+        return KeptHistory(self.since, gaps=(*self.gaps, (self.stopped or 0, lsn)) if gap else self.gaps)
+
+
+@dataclass(frozen=True, slots=True)
 class TableState:
     """The state of one table. A name that a table had before has a record of its own in the ledger, with state `renamed`.
 
@@ -127,6 +170,7 @@ class TableState:
     automatically. `rereads` counts how often it was read again automatically for an error (PGWAL_ON_TABLE_ERROR). From LSN `raw_from` on
     raw has all of the table's changes; 0 if it always had. `unclean` are the layers that may still have values from before the options of
     tables protected them. `options` are the table's options in force, as JSON, None if it has none.
+    `history` is what is known of its history, None if it has none.
     """
 
     table: TableName
@@ -152,6 +196,7 @@ class TableState:
     raw_from: int = 0
     unclean: tuple[str, ...] = ()
     options: str | None = None
+    history: KeptHistory | None = None
     at: datetime | None = None
 
     def __post_init__(self) -> None:
@@ -251,11 +296,12 @@ class TablePointer:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """The LSN that all `current` tables stand at, with the Delta version of each."""
+    """The LSN that all `current` tables stand at, with the Delta version of each, and of the histories of those that have one."""
 
     lsn: int
     published_at: datetime
     tables: Mapping[TableName, TablePointer] = field(default_factory=dict)
+    histories: Mapping[TableName, TablePointer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.records import (
     Chunk,
     FileWrite,
+    KeptHistory,
     Plan,
     Proof,
     Publish,
@@ -112,6 +113,7 @@ TABLES = pa.schema(
         ("raw_from", pa.int64()),
         ("unclean", pa.list_(pa.string())),
         ("options", pa.string()),
+        ("history", pa.string()),
         ("at", _MOMENT),
     ]
 )
@@ -130,13 +132,8 @@ CHUNKS = pa.schema(
         ("at", _MOMENT),
     ]
 )
-PUBLISHES = pa.schema(
-    [
-        ("lsn", pa.int64()),
-        ("published_at", _MOMENT),
-        ("tables", pa.map_(pa.string(), pa.struct([("path", pa.string()), ("version", pa.int64())]))),
-    ]
-)
+_POINTERS = pa.map_(pa.string(), pa.struct([("path", pa.string()), ("version", pa.int64())]))
+PUBLISHES = pa.schema([("lsn", pa.int64()), ("published_at", _MOMENT), ("tables", _POINTERS), ("histories", _POINTERS)])
 REGISTRATIONS = pa.schema(
     [
         ("location", pa.string()),
@@ -275,6 +272,7 @@ def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:
                 "kept_as": None if state.kept_as is None else str(state.kept_as),
                 "relation": None if state.relation is None else relation_to_json(state.relation),
                 "storage": None if state.storage is None else state.storage.to_json(),
+                "history": None if state.history is None else state.history.to_json(),
                 "at": state.at or now,
             }
             for state in states
@@ -301,6 +299,7 @@ def states(rows: pa.Table) -> list[TableState]:
                 kept_as=None if row["kept_as"] is None else TableName.parse(row["kept_as"]),
                 relation=None if row["relation"] is None else relation_from_json(row["relation"]),
                 storage=None if row["storage"] is None else Storage.from_json(row["storage"]),
+                history=None if row.get("history") is None else KeptHistory.from_json(row["history"]),
             )
         )
         for row in _records(rows)
@@ -327,8 +326,12 @@ def _bound(found: Sequence[str] | None) -> tuple[str, ...] | None:
 
 def publish_rows(publish: Publish, lake: Lake) -> pa.Table:
     """Return a publish as one row of PUBLISHES. Paths are relative to the lake's root."""
-    tables = [(str(table), {"path": lake.relative(pointer.path), "version": pointer.version}) for table, pointer in publish.tables.items()]
-    return pa.Table.from_pylist([_fields(publish) | {"tables": tables}], PUBLISHES)
+    tables, histories = _pointer_rows(publish.tables, lake), _pointer_rows(publish.histories, lake)
+    return pa.Table.from_pylist([_fields(publish) | {"tables": tables, "histories": histories}], PUBLISHES)
+
+
+def _pointer_rows(pointers: Mapping[TableName, TablePointer], lake: Lake) -> list[tuple[str, dict[str, Any]]]:
+    return [(str(table), {"path": lake.relative(pointer.path), "version": pointer.version}) for table, pointer in pointers.items()]
 
 
 def publishes(rows: pa.Table, lake: Lake) -> list[Publish]:
@@ -337,12 +340,15 @@ def publishes(rows: pa.Table, lake: Lake) -> list[Publish]:
         Publish(
             lsn=row["lsn"],
             published_at=row["published_at"],
-            tables={
-                TableName.parse(name): TablePointer(lake.absolute(found["path"]), found["version"]) for name, found in row["tables"] or ()
-            },
+            tables=_pointers(row["tables"], lake),
+            histories=_pointers(row.get("histories"), lake),
         )
         for row in _records(rows)
     ]
+
+
+def _pointers(found: Sequence[tuple[str, Mapping[str, Any]]] | None, lake: Lake) -> dict[TableName, TablePointer]:
+    return {TableName.parse(name): TablePointer(lake.absolute(at["path"]), at["version"]) for name, at in found or ()}
 
 
 def registration_rows(registrations: Iterable[Registration], now: datetime) -> pa.Table:

@@ -27,6 +27,7 @@ from pgwal_pipeline.lake.replacing import by_key, file_bytes
 from pgwal_pipeline.lake.standing import hours_since, open_current, physical_names, written_rows
 from pgwal_pipeline.lake.table_log import Add
 from pgwal_pipeline.messages.errors import LakeError
+from pgwal_pipeline.values.own_columns import OPEN, VALID_TO_LSN
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -51,12 +52,16 @@ _LEFT_BEHIND_SECONDS = 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Files of one version of a table that are rewritten together, and how large the files of the table should be."""
+    """Files of one version of a table that are rewritten together, in one partition if it has some; `order` is that of their rows.
+
+    `file_bytes` is how large the files of the table should be.
+    """
 
     path: str
     version: int
     files: tuple[Add, ...]
     file_bytes: int
+    order: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +81,26 @@ def due(path: str, key: Sequence[str]) -> list[Unit]:
     sizes = table.get_add_actions()["size_bytes"].to_pylist()
     if len(sizes) < 2 and sum(sizes) < _TINY:
         return []
-    files = list(table_log.files_at(path, table.version()).values())
+    parts: dict[tuple[tuple[str, Any], ...], list[Add]] = {}
+    for file in table_log.files_at(path, table.version()).values():
+        parts.setdefault(tuple(sorted(file["partitionValues"].items())), []).append(file)
+    return [
+        unit
+        for partition, files in parts.items()
+        for unit in _due(path, table, files, (VALID_TO_LSN,) if (OPEN, "false") in partition else tuple(key))
+    ]
+
+
+def _due(path: str, table: DeltaTable, files: list[Add], order: tuple[str, ...]) -> list[Unit]:
+    """What is to be rewritten of the files of one partition; versions that have ended are in the order of their ends."""
     wanted = file_bytes(sum(file["size"] for file in files))
     small = [file for file in files if file["size"] < wanted // 2]
     rows = sum(table_log.rows_of(file) or 0 for file in files)
     if len(small) < _SMALL_FILES and sum(map(table_log.deleted_rows, files)) <= _DELETED * rows:
         return []
     chosen = [file for file in files if file in small or table_log.deleted_rows(file) > _WORTH * (table_log.rows_of(file) or 0)]
-    units = _units(sorted(chosen, key=_place(table, key)))
-    return [Unit(path, table.version(), tuple(unit), wanted) for unit in units if len(unit) > 1 or table_log.deleted_rows(unit[0])]
+    units = _units(sorted(chosen, key=_place(table, order)))
+    return [Unit(path, table.version(), tuple(unit), wanted, order) for unit in units if len(unit) > 1 or table_log.deleted_rows(unit[0])]
 
 
 def _units(files: Sequence[Add]) -> list[list[Add]]:
@@ -111,8 +127,8 @@ def _place(table: DeltaTable, key: Sequence[str]) -> Any:
     return place
 
 
-def rewrite(spark: "SparkSession", lake: Lake, unit: Unit, key: Sequence[str]) -> Rewritten:
-    """Write the rows of `unit` to new files, by the key. The table does not change yet. Raises LakeError."""
+def rewrite(spark: "SparkSession", lake: Lake, unit: Unit) -> Rewritten:
+    """Write the rows of `unit` to new files, in its order. The table does not change yet. Raises LakeError."""
     folder = f"{REWRITING}/{int(time.time())}-{uuid.uuid4().hex}"
     try:
         _stage(lake, folder, unit)
@@ -120,7 +136,7 @@ def rewrite(spark: "SparkSession", lake: Lake, unit: Unit, key: Sequence[str]) -
         with isolated(spark, conf_for(rows)) as session, failures(unit.path):
             found = session.read.format("delta").load(lake.absolute(folder))
             parts = max(1, round(sum(file["size"] for file in unit.files) / unit.file_bytes))
-            ordered = by_key(found, key, parts) if key else found.repartition(parts)
+            ordered = by_key(found, unit.order, parts) if unit.order else found.repartition(parts)
             ordered.write.format("delta").mode("overwrite").option("dataChange", "false").save(lake.absolute(folder))
         added = tuple(table_log.files_at(lake.absolute(folder), 1).values())
         written = sum(table_log.rows_of(file) or 0 for file in added)
@@ -143,7 +159,7 @@ def _stage(lake: Lake, folder: str, unit: Unit) -> None:
         "id": str(uuid.uuid4()),
         "format": {"provider": "parquet", "options": {}},
         "schemaString": table.schema().to_json(),
-        "partitionColumns": [],
+        "partitionColumns": about.partition_columns,
         "configuration": about.configuration,
         "createdTime": int(time.time() * 1000),
     }

@@ -3,10 +3,12 @@
 Every commit carries the LSN that it brings the table to (Delta's `txnAppId` and `txnVersion`), so the same work done again changes nothing.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
 from pgwal_pipeline.lake.fold import ANYTHING, ChunkSnapshot, Shape, Traits
+from pgwal_pipeline.lake.records import TableWrite
 from pgwal_pipeline.lake.standing import FENCE, open_current
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.values.lsn import format_lsn
@@ -102,6 +104,16 @@ def reached(request: MergeRequest | ReplaceRequest) -> int:
         lost.transient = True
         raise lost
     return table.version()
+
+
+def traits_of(writes: Iterable[TableWrite]) -> Traits:
+    """Return the traits of the events that were written to raw."""
+    written = list(writes)
+    return Traits(
+        truncated=any(write.truncates for write in written),
+        key_changes=any(write.key_changes for write in written),
+        unchanged=any(write.unchanged for write in written),
+    )
 
 
 def fence(lsn: int) -> dict[str, str]:

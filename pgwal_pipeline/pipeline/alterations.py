@@ -56,7 +56,7 @@ def begun_anew(state: TableState, entry: CatalogEntry, reason: str, first_new_xi
     It is read once every transaction from before `first_new_xid` has ended, as raw will not have what those wrote.
     """
     kept = tuple(name for name in state.dropped if entry.options.treatment(name) != EXCLUDED)
-    return replace(read_again(state, entry, reason, first_new_xid), dropped=kept, unclean=("raw", "snapshot", "current"))
+    return replace(read_again(state, entry, reason, first_new_xid), dropped=kept, unclean=("raw", "snapshot", "current", "history"))
 
 
 def protected_otherwise(state: TableState, entry: CatalogEntry) -> str | None:

@@ -125,7 +125,7 @@ def _with_key(settings: Settings, state: TableState) -> TableState:
         generation=None,
         reading=None,
         published=None,
-        unclean=("raw", "snapshot", "current"),
+        unclean=("raw", "snapshot", "current", "history"),
     )
 
 

@@ -7,21 +7,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.decode.types import change_schema, copy_schema
 from pgwal_pipeline.lake import current
-from pgwal_pipeline.lake.cleaning import clean_current
+from pgwal_pipeline.lake.cleaning import clean_current, clean_history
 from pgwal_pipeline.lake.current import MergeRequest, MergeResult, ReplaceRequest, Unresolved
 from pgwal_pipeline.lake.faults import table_work
-from pgwal_pipeline.lake.fold import ChunkSnapshot, Traits
+from pgwal_pipeline.lake.fold import ChunkSnapshot
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, Publish, TablePointer, TableState, Window
 from pgwal_pipeline.lake.raw import TableWrite, ensure_raw_table
 from pgwal_pipeline.lake.schema import schema_json
+from pgwal_pipeline.lake.work import traits_of
 from pgwal_pipeline.messages.errors import LakeError, SettingError, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.messages.progress import Progress
+from pgwal_pipeline.pipeline import histories
+from pgwal_pipeline.pipeline.histories import Past, Planner, writes_of
 from pgwal_pipeline.pipeline.registration import register
 from pgwal_pipeline.pipeline.reports import NewestCommit, PublishReport, TablePublish
 from pgwal_pipeline.postgres import slot
@@ -29,10 +32,13 @@ from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.own_columns import DELETED_LSN
 from pgwal_pipeline.values.relation import Relation, TableName
+from pgwal_pipeline.values.table_options import TableOptions
 from pgwal_pipeline.values.xid import Snapshot
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+_T = TypeVar("_T")
 
 _SIDE_BY_SIDE = 4  # tables merged at once in one session
 _PLANNED_AT_ONCE = 16  # tables whose Delta log is read at once
@@ -49,7 +55,8 @@ MERGING = ("look", "merge", "replace")
 class _Work:
     """The work that brings one table to the frontier. If `request` is None there is none: version `pointer` is at the frontier already.
 
-    `fault` is set if planning the work failed by the table's own fault. `newest` is the newest commit that `request` merges.
+    `fault` is set if planning the work failed by the table's own fault. `newest` is the newest commit that `request` merges. `past` is the
+    table's history, None if none is kept.
     """
 
     state: TableState
@@ -57,6 +64,26 @@ class _Work:
     request: MergeRequest | ReplaceRequest | None
     fault: TableError | None = None
     newest: NewestCommit | None = None
+    past: Past | None = None
+
+    @property
+    def generation(self) -> str:
+        """The reading that the table's `current` is built on after the work."""
+        found = self.state.generation if isinstance(self.request, ReplaceRequest) else self.state.published
+        return found or ""
+
+    @property
+    def to_do(self) -> bool:
+        """Whether Spark is needed."""
+        return self.request is not None or (self.past is not None and self.past.due)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of a table: of its `current`, None if there was nothing to do, and of its history."""
+
+    current: MergeResult | TableError | None
+    past: histories.Outcome | None = None
 
 
 def publish(
@@ -104,20 +131,29 @@ def _publish(
     if frontier is None:
         return PublishReport(lsn=None, published_at=None, tables={}, seconds={})
     last = ledger.publish()
+    options = settings.table_options
     works = [work for work in _plan(settings, lake, ledger, frontier, last) if tables is None or work.state.table in tables]
-    to_do = [work for work in works if work.request is not None]
+    to_do = [work for work in works if work.to_do]
     session_seconds = 0.0
     outcomes: dict[TableName, MergeResult | TableError] = {}
+    kept: dict[TableName, histories.Outcome] = {work.state.table: work.past.fault for work in works if work.past and work.past.fault}
     if to_do:
         opening = time.perf_counter()
         spark = spark_factory()
         session_seconds = time.perf_counter() - opening
-        outcomes = _merge_all(lake, spark, to_do, progress)
+        done = _merge_all(lake, spark, options, to_do, frontier, progress)
+        outcomes = {table: one.current for table, one in done.items() if one.current is not None}
+        kept |= {table: one.past for table, one in done.items() if one.past is not None}
     outcomes |= {work.state.table: work.fault for work in works if work.fault is not None}
     pointers, errors, warnings = _record_outcomes(ledger, works, outcomes)
+    at_frontier = {work.state.location: work for work in works if work.state.table in pointers}
+    pasts = [(work.state, work.past) for work in at_frontier.values()]
+    versions, told = histories.record(ledger, options, pasts, kept, frontier)
+    warnings += told
     failpoints.hit("publish.before_record")
-    if tables is None and (last is None or frontier > last.lsn or pointers != last.tables) and (pointers or last is not None):
-        last = Publish(lsn=frontier, published_at=datetime.now(UTC), tables=pointers)
+    moved = last is None or frontier > last.lsn or pointers != last.tables or versions != last.histories
+    if tables is None and moved and (pointers or last is not None):
+        last = Publish(lsn=frontier, published_at=datetime.now(UTC), tables=pointers, histories=versions)
         ledger.record_publish(last)
         failpoints.hit("publish.after_record")
     unregistered: Mapping[TableName, str] = {}
@@ -131,6 +167,7 @@ def _publish(
         warnings=tuple(warnings),
         seconds={"session": session_seconds, "publish": time.perf_counter() - started - session_seconds},
         unregistered=unregistered,
+        histories=versions,
     )
 
 
@@ -140,16 +177,15 @@ def _plan(settings: Settings, lake: Lake, ledger: Ledger, frontier: int, last: P
     published = last.tables if last is not None else {}
     # A table that the last publish left out may be at any LSN before it.
     from_last = all(state.generation == state.published and state.table in published for state in states)
-    windows = [
-        window
-        for window in ledger.windows(last.lsn if last is not None and from_last else 0)
-        if window.state == "complete" and window.end_lsn <= frontier
-    ]
+    begin = last.lsn if last is not None and from_last else 0
+    windows = [window for window in ledger.windows(begin) if window.state == "complete" and window.end_lsn <= frontier]
+    planner = Planner(lake, ledger, settings.table_options, frontier, windows, begin)
 
     def plan(state: TableState) -> _Work | None:
         try:
             with table_work(lake, state.table, "look", oid=state.oid):
-                return work(state)
+                found = work(state)
+            return found if found is None else replace(found, past=planner.plan(state, found.generation))
         except TableError as error:
             return _Work(state, None, None, error)
 
@@ -158,7 +194,7 @@ def _plan(settings: Settings, lake: Lake, ledger: Ledger, frontier: int, last: P
         keeps = settings.table_options.of(state.table).keeps_deleted
         passed = state.required_lsn is not None and state.required_lsn <= frontier
         if state.generation != state.published and passed:
-            newest = NewestCommit.of(_writes(lake, state, windows))
+            newest = NewestCommit.of(writes_of(lake, state, windows))
             return _Work(state, None, _replace_request(lake, ledger, state, state.relation, windows, frontier, keeps), newest=newest)
         return None if state.published is None else _merge_work(lake, state, state.relation, windows, frontier, keeps)
 
@@ -184,7 +220,7 @@ def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list
         raise LakeError(f"The current table of {state.table} at {path} is gone; run `pgwal resnapshot '{state.table}'` to build it again.")
     fresh = [window for window in windows if window.end_lsn > found.watermark]
     pointer = TablePointer(path, found.version)
-    writes = _writes(lake, state, fresh)
+    writes = writes_of(lake, state, fresh)
     if not writes and found.columns.issuperset(relation.column_names) and keeps == (DELETED_LSN in found.columns):
         return _Work(state, pointer, None)
     request = MergeRequest(
@@ -195,7 +231,7 @@ def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list
         columns=relation.column_names,
         from_lsn=found.watermark,
         to_lsn=frontier,
-        traits=_traits(writes),
+        traits=traits_of(writes),
         schema_json=schema_json(copy_schema(relation)),
         rows=_counted(writes, state, fresh),
         keeps=keeps,
@@ -216,7 +252,7 @@ def _replace_request(
     from_lsn = min((window.start_lsn for window in unseen), default=frontier)
     if keeps:  # what became of the rows that the present table has
         from_lsn = max(origin, min(from_lsn, current.watermark(lake.current(state.location)) or frontier))
-    writes = _writes(lake, state, [window for window in windows if window.end_lsn > from_lsn])
+    writes = writes_of(lake, state, [window for window in windows if window.end_lsn > from_lsn])
     return ReplaceRequest(
         table=state.table,
         raw_path=lake.raw(state.location),
@@ -229,7 +265,7 @@ def _replace_request(
         columns=relation.column_names,
         from_lsn=from_lsn,
         to_lsn=frontier,
-        traits=_traits(writes),
+        traits=traits_of(writes),
         schema_json=schema_json(copy_schema(relation)),
         rows=sum(chunk.rows for chunk in chunks) + _counted(writes, state, windows),
         keep=state.dropped,
@@ -248,11 +284,6 @@ def _seen_whole(window: Window, snapshot: Snapshot | None) -> bool:
     return snapshot.widened(window.max_xid) < snapshot.low
 
 
-def _writes(lake: Lake, state: TableState, windows: Iterable[Window]) -> list[TableWrite]:
-    path = lake.raw(state.location)
-    return [write for window in windows for write in window.tables if write.path == path and write.rows]
-
-
 def _counted(writes: Sequence[TableWrite], state: TableState, windows: Iterable[Window]) -> int:
     """Return how many of the rows must be in raw: a raw table that was made anew or left out lacks the rows of earlier windows."""
     if not state.raw_from:
@@ -261,31 +292,30 @@ def _counted(writes: Sequence[TableWrite], state: TableState, windows: Iterable[
     return sum(write.rows for write in writes if id(write) in since)
 
 
-def _traits(writes: Sequence[TableWrite]) -> Traits:
-    return Traits(
-        truncated=any(write.truncates for write in writes),
-        key_changes=any(write.key_changes for write in writes),
-        unchanged=any(write.unchanged for write in writes),
-    )
+def _merge_all(
+    lake: Lake, spark: "SparkSession", options: TableOptions, works: list[_Work], frontier: int, progress: Progress
+) -> dict[TableName, _Outcome]:
+    outcomes: dict[TableName, _Outcome] = {}
 
-
-def _merge_all(lake: Lake, spark: "SparkSession", works: list[_Work], progress: Progress) -> dict[TableName, MergeResult | TableError]:
-    outcomes: dict[TableName, MergeResult | TableError] = {}
-
-    def one(work: _Work) -> tuple[TableName, MergeResult | TableError]:
+    def merged(work: _Work) -> MergeResult | TableError:
         stage = "replace" if isinstance(work.request, ReplaceRequest) else "merge"
-        for attempt in range(_TRIES):
-            try:
-                with table_work(lake, work.state.table, stage, oid=work.state.oid, answers=lambda: spark.sql("SELECT 1").collect()):
-                    return work.state.table, _carry_out(lake, spark, small, work)
-            except TableError as error:
-                return work.state.table, error
-            except LakeError as error:
-                # Another writer's commit, or a store that failed for the moment. The LSN in each commit keeps work from being done twice.
-                if not error.transient or attempt == _TRIES - 1:
-                    raise
-                time.sleep(_PAUSE * 2**attempt)
-        raise AssertionError("the last attempt returns or raises")
+        try:
+            with table_work(lake, work.state.table, stage, oid=work.state.oid, answers=lambda: spark.sql("SELECT 1").collect()):
+                return _carry_out(lake, spark, small, work)
+        except TableError as error:
+            return error
+
+    def one(work: _Work) -> tuple[TableName, _Outcome]:
+        table, outcome = work.state.table, None if work.request is None else _persistently(lambda: merged(work))
+        at = work.pointer if work.request is None else None
+        if work.request is not None and isinstance(outcome, MergeResult):
+            at = TablePointer(work.request.current_path, outcome.version)
+        past = work.past
+        if past is None or not past.due or at is None:
+            return table, _Outcome(outcome)
+        failpoints.hit("publish.before_history")
+        kept = _persistently(lambda: histories.keep(lake, spark, options, work.state, past, at, work.generation, frontier))
+        return table, _Outcome(outcome, kept)
 
     with current.for_small_tables(spark) as small, ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(works)), "pgwal-merge") as pool:
         for table, outcome in pool.map(one, works):
@@ -295,12 +325,29 @@ def _merge_all(lake: Lake, spark: "SparkSession", works: list[_Work], progress: 
     return outcomes
 
 
+def _persistently(work: Callable[[], _T]) -> _T:
+    """Do `work` until it succeeds, or until its error is no passing one: another writer's commit, or a store that failed for the moment.
+
+    The LSN in each commit keeps work from being done twice.
+    """
+    for attempt in range(_TRIES):
+        try:
+            return work()
+        except LakeError as error:
+            if not error.transient or attempt == _TRIES - 1:
+                raise
+            time.sleep(_PAUSE * 2**attempt)
+    raise AssertionError("the last attempt returns or raises")
+
+
 def _carry_out(lake: Lake, spark: "SparkSession", small: "SparkSession", work: _Work) -> MergeResult:
     request = work.request
     if isinstance(request, ReplaceRequest):
         replaced = current.replace(spark, request)
         if "current" in work.state.unclean:
             clean_current(lake, work.state.location)
+        if "history" in work.state.unclean:
+            clean_history(lake, work.state.location)
         return replaced
     assert request is not None
     if not request.rows:  # there is only a new column that no row has yet
@@ -335,7 +382,7 @@ def _record_outcomes(
             pointers[state.table] = TablePointer(work.request.current_path, outcome.version)
             if isinstance(work.request, ReplaceRequest) or state.state == "error":
                 published = state.generation if isinstance(work.request, ReplaceRequest) else state.published
-                done = state.cleaned("current") if isinstance(work.request, ReplaceRequest) else state
+                done = _cleaned(state) if isinstance(work.request, ReplaceRequest) else state
                 changed[state.location] = state, replace(done.without_error(), state="ready", published=published, rereads=0)
         elif work.pointer is not None:
             pointers[state.table] = work.pointer
@@ -347,6 +394,12 @@ def _record_outcomes(
             lambda known: [_with_outcome(state, *changed[state.location]) for state in known.values() if state.location in changed]
         )
     return pointers, errors, warnings
+
+
+def _cleaned(state: TableState) -> TableState:
+    """The state of a table whose `current` was replaced, and whose history was removed if it had what is protected now."""
+    kept = None if "history" in state.unclean else state.history
+    return replace(state.cleaned("current").cleaned("history"), history=kept)
 
 
 def _to_be_read_again(ledger: Ledger, state: TableState, outcome: MergeResult | TableError | None) -> TableState | None:
@@ -414,7 +467,7 @@ def _with_outcome(known: TableState, planned: TableState, outcome: TableState) -
         return replace(known, state=outcome.state, reason=outcome.reason, generation=None, reading=outcome.reading)
     if known.state == "error":
         known = replace(known.without_error(), state="ready")
-    return replace(known, published=outcome.published, rereads=0, unclean=outcome.unclean)
+    return replace(known, published=outcome.published, rereads=0, unclean=outcome.unclean, history=outcome.history)
 
 
 def _table_reports(

@@ -13,7 +13,7 @@ from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
-    from pgwal_pipeline.lake.records import TableWrite
+    from pgwal_pipeline.lake.records import TablePointer, TableWrite
 
 STAGES: tuple[str, ...] = ("drain", "decode", "write", "snapshot", "session", "publish")
 """The stages that are timed, in the order that they have in JSON."""
@@ -197,7 +197,7 @@ class PublishReport:
     """The `current` tables at one LSN. `lsn` and `published_at` are None before the first publish.
 
     `seconds` is by stage: `session` (the start of Spark) and `publish` (everything else). `unregistered` are the tables that are not in the
-    catalog of PGWAL_SPARK_CATALOG as they should be, with the reasons.
+    catalog of PGWAL_SPARK_CATALOG as they should be, with the reasons. `histories` are those of the tables that have one.
     """
 
     lsn: int | None
@@ -206,6 +206,7 @@ class PublishReport:
     warnings: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     unregistered: Mapping[TableName, str] = field(default_factory=dict)
+    histories: "Mapping[TableName, TablePointer]" = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any] | None:
         """Return the publish as `pgwal as-of --json` shows it; None before the first one."""
@@ -219,12 +220,17 @@ class PublishReport:
                 for name, table in sorted(self.tables.items())
                 if table.version is not None
             },
+            **({"histories": _pointers(self.histories)} if self.histories else {}),
         }
 
     @property
     def errors(self) -> dict[str, str]:
         """The reasons of the tables that could not be published, by the table's quoted name."""
         return {str(name): "; ".join(table.errors) for name, table in sorted(self.tables.items()) if table.errors}
+
+
+def _pointers(found: "Mapping[TableName, TablePointer]") -> dict[str, dict[str, Any]]:
+    return {str(name): {"path": at.path, "version": at.version} for name, at in sorted(found.items())}
 
 
 def publish_json(report: PublishReport) -> dict[str, Any]:

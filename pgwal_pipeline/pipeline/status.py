@@ -1,5 +1,6 @@
 """Report the state of the slot, the lake's frontier, the last publish and every table. Nothing is changed."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -9,6 +10,7 @@ from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Publish, TableState
 from pgwal_pipeline.lake.records import Proof
 from pgwal_pipeline.messages.errors import PgwalError
+from pgwal_pipeline.pipeline import histories
 from pgwal_pipeline.pipeline.publish import may_be_merged
 from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePublish
 from pgwal_pipeline.postgres import catalog, copies, peek, slot
@@ -75,7 +77,19 @@ def publish_due(ledger: Ledger) -> bool:
     locations = {table: pointer.path for table, pointer in publish.tables.items()}
     if any(locations.get(state.table) != ledger.lake.current(state.location) for state in ready if state.published is not None):
         return True  # the table has another name now
+    if any(_history_due(state, now) for state in ready if state.published is not None):
+        return True
     return any(window.changes for window in ledger.windows(publish.lsn) if window.end_lsn <= frontier)
+
+
+def _history_due(state: TableState, now: datetime) -> bool:
+    """Whether a table's option and its history do not agree, or the history may be tried again after a fault."""
+    wanted = state.options is not None and json.loads(state.options).get("history")
+    if state.history is None:
+        return bool(wanted)
+    if not wanted:
+        return state.history.stopped is None
+    return state.history.stopped is not None or (state.history.reason is not None and state.history.due(now))
 
 
 def drain_due(ledger: Ledger, flush_lsn: int) -> bool:
@@ -118,7 +132,8 @@ def status(settings: Settings) -> dict[str, Any]:
                 "current_path": (path := lake.current(state.location)),
                 "key": list(state.key) if state.relation is not None else None,
                 "rows": counts.get(path, (None, None))[0],
-                "options": settings.table_options.of(table).to_json(),
+                "options": (options := settings.table_options.of(table)).to_json(),
+                **_history(lake, state, options),
                 **_proven(proofs.get(state.location), state),
             }
             for table, state in sorted(ledger.tables().items())
@@ -182,6 +197,8 @@ def _shown(state: TableState) -> str:
 
 def _reason(state: TableState, options: Options) -> str | None:
     """Return the reason of a table's state; without one, which of its columns are not in the stream, though they are not excluded."""
+    if state.reason is None and (behind := histories.reason(state, bool(options.history))) is not None:
+        return behind
     if state.reason is not None or state.relation is None or state.storage is None:
         return state.reason
     known = state.relation.column_names
@@ -193,6 +210,21 @@ def _reason(state: TableState, options: Options) -> str | None:
     if not left_out:
         return None
     return f"column {left_out[0]} is not published" if len(left_out) == 1 else f"columns {', '.join(left_out)} are not published"
+
+
+def _history(lake: Lake, state: TableState, options: Options) -> dict[str, Any]:
+    """What is shown of a table's history: its path, and since which LSN it is kept; nothing if there is none.
+
+    `history_stopped` is the LSN at which it stands since the option was taken away.
+    """
+    if state.history is None and not options.history:
+        return {}
+    known = state.history
+    return {
+        "history_path": lake.history(state.location),
+        "history_since": None if known is None else format_lsn(known.since),
+        **({} if known is None or known.stopped is None else {"history_stopped": format_lsn(known.stopped)}),
+    }
 
 
 def _slot(settings: Settings) -> dict[str, Any] | None:
@@ -219,4 +251,5 @@ def publish_report(publish: Publish) -> PublishReport:
         lsn=publish.lsn,
         published_at=publish.published_at,
         tables={table: TablePublish(pointer.path, pointer.version) for table, pointer in publish.tables.items()},
+        histories=publish.histories,
     )

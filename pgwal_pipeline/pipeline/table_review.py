@@ -96,6 +96,7 @@ def record_tables(
                     earlier=before.earlier,
                     unclean=before.unclean,
                     options=before.options,
+                    history=before.history,
                 )
             )
     changed += [
@@ -226,6 +227,7 @@ def _joined(lake: Lake, entry: CatalogEntry, before: TableState | None, location
         raw_from=0 if before is None else raw_from if before.left_out else before.raw_from,
         unclean=_unclean(before, entry),
         options=entry.options.to_text(),
+        history=None if before is None or before.location != location else before.history,
     )
     try:
         with table_work(lake, relation.table, "describe", oid=relation.oid):
@@ -242,7 +244,7 @@ def _unclean(before: TableState | None, entry: CatalogEntry) -> tuple[str, ...]:
         return ()
     unknown = before.relation is None and entry.options.protects
     anew = unknown or before.unclean or protected_otherwise(before, entry) is not None
-    return ("raw", "snapshot", "current") if anew else ()
+    return ("raw", "snapshot", "current", "history") if anew else ()
 
 
 def _updated(state: TableState, entry: CatalogEntry, first_new_xid: int) -> TableState:

@@ -1,4 +1,4 @@
-"""Keep the files of the `current` tables in order, a table at a time, beside publishes.
+"""Keep the files of the `current` tables and of histories in order, a table at a time, beside publishes.
 
 What takes long is done without the lock that publishes take: a publish waits at most for a commit.
 """
@@ -15,6 +15,7 @@ from pgwal_pipeline.lake import current, upkeep
 from pgwal_pipeline.lake.delta import side_by_side
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.ledger import Ledger
+from pgwal_pipeline.lake.records import TablePointer
 from pgwal_pipeline.lake.upkeep import Unit
 from pgwal_pipeline.messages.errors import PgwalError, SlotBusy
 from pgwal_pipeline.messages.progress import Progress
@@ -65,10 +66,12 @@ def keep_up(
     publish = ledger.publish()
     if publish is None:
         return Upkeep()
-    oldest = _oldest_named(ledger, sorted({pointer.path for pointer in publish.tables.values()}))
-    wanted = {pointer.path for table, pointer in publish.tables.items() if tables is None or str(table) in tables}
+    pointers = [*publish.tables.items(), *publish.histories.items()]
+    oldest = _oldest_named(ledger, sorted({pointer.path for _, pointer in pointers}))
+    wanted = {pointer.path for table, pointer in pointers if tables is None or str(table) in tables}
     chosen = [path for path in oldest if path in wanted]
-    keys = {ledger.lake.current(state.location): state.relation.key for state in ledger.tables().values() if state.relation is not None}
+    known = [(state.location, state.relation.key) for state in ledger.tables().values() if state.relation is not None]
+    keys = {path: key for location, key in known for path in (ledger.lake.current(location), ledger.lake.history(location))}
     work = _Work(settings, ledger, cache(spark_factory), time.monotonic() + budget)
     done = Upkeep()
     plans = side_by_side(lambda path: work.planned(path, keys.get(path, ())), chosen)
@@ -123,7 +126,7 @@ class _Work:
         for _ in range(_TRIES):
             lost = 0
             for unit in units:
-                if not self.is_over() and self._one(unit, key):
+                if not self.is_over() and self._one(unit):
                     done.append(unit)
                 else:
                     lost += 1
@@ -138,10 +141,10 @@ class _Work:
         """Whether time is up."""
         return time.monotonic() > self.deadline
 
-    def _one(self, unit: Unit, key: Sequence[str]) -> bool:
+    def _one(self, unit: Unit) -> bool:
         """Rewrite `unit`; return False if a publish has changed its files meanwhile."""
         lake = self.ledger.lake
-        written = upkeep.rewrite(self.spark(), lake, unit, key)
+        written = upkeep.rewrite(self.spark(), lake, unit)
         try:
             with alone(self.settings) as held:
                 return (held or lake.is_local) and upkeep.commit(lake, written)
@@ -157,14 +160,19 @@ class _Work:
             publish, now = self.ledger.publish(), current.standing(path)
             if publish is None or now is None:
                 return
-            tables = {
-                table: replace(pointer, version=now.version)
-                if pointer.path == path and now.watermark == current.watermark(path, pointer.version)
-                else pointer
-                for table, pointer in publish.tables.items()
+            renewed = {
+                version: now.version
+                for version in {at.version for at in (*publish.tables.values(), *publish.histories.values()) if at.path == path}
+                if now.watermark == current.watermark(path, version)
             }
-            if tables != publish.tables:
-                self.ledger.record_publish(replace(publish, tables=tables))
+
+            def moved(at: TablePointer) -> TablePointer:
+                return replace(at, version=renewed.get(at.version, at.version)) if at.path == path else at
+
+            tables = {table: moved(at) for table, at in publish.tables.items()}
+            histories = {table: moved(at) for table, at in publish.histories.items()}
+            if tables != publish.tables or histories != publish.histories:
+                self.ledger.record_publish(replace(publish, tables=tables, histories=histories))
 
     def vacuum(self, path: str, history: timedelta, oldest: int) -> None:
         """Remove the files of a table that no version of the last `history` needs."""
@@ -178,17 +186,17 @@ class _Work:
 
 
 def _oldest_named(ledger: Ledger, paths: list[str]) -> dict[str, int]:
-    """Return the oldest version that a publish names of each `current` table."""
+    """Return the oldest version that a publish names of each table."""
     oldest: dict[str, int] = {}
     for publish in ledger.publishes():
-        for pointer in publish.tables.values():
+        for pointer in (*publish.tables.values(), *publish.histories.values()):
             oldest[pointer.path] = min(pointer.version, oldest.get(pointer.path, pointer.version))
     return {path: oldest[path] for path in paths}
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was known when maintenance was asked for last: the versions of `current` tables by their names, and when, in Unix seconds."""
+    """What was known when maintenance was asked for last: how many versions each table has, by name, and when, in Unix seconds."""
 
     versions: Mapping[str, int]
     whole_at: float
@@ -218,7 +226,9 @@ class Need:
 def what_is_needed(settings: Settings, ledger: Ledger, seen: Seen | None, now: float) -> Need:
     """Return what maintenance is needed. It reads only the ledger: tables without a commit cost nothing."""
     publish = ledger.publish()
-    versions = {} if publish is None else {str(table): pointer.version for table, pointer in publish.tables.items()}
+    versions: dict[str, int] = {}
+    for table, pointer in () if publish is None else (*publish.tables.items(), *publish.histories.items()):
+        versions[str(table)] = versions.get(str(table), 0) + pointer.version
     if seen is None or publish is None:
         return Need("Nothing is known yet of the time before.", False, (), Seen(versions, now, now))
     known = {name: min(seen.versions.get(name, version), version) for name, version in versions.items()}

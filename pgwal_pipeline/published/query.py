@@ -14,6 +14,7 @@ from pgwal_pipeline.lake.delta import side_by_side
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.published import quoting, readers
 from pgwal_pipeline.published.dataset import TableDataset
+from pgwal_pipeline.published.past import PastState, past_columns
 from pgwal_pipeline.published.state import PublishedState
 from pgwal_pipeline.values.relation import TableName
 
@@ -27,7 +28,7 @@ _SCHEMA = "public"  # where a name without a schema is searched first, as in Pos
 
 
 @contextmanager
-def rows_of(state: PublishedState, sql: str) -> "Iterator[pa.RecordBatchReader]":
+def rows_of(state: PublishedState | PastState, sql: str) -> "Iterator[pa.RecordBatchReader]":
     """Run one SELECT on the tables of `state`, and give its rows as they come. Raises PgwalError if the query is wrong, or no SELECT."""
     with tempfile.TemporaryDirectory(prefix="pgwal-query-") as folder, readers.empty_duckdb() as connection, _errors():
         _require_select(connection, sql)
@@ -36,12 +37,13 @@ def rows_of(state: PublishedState, sql: str) -> "Iterator[pa.RecordBatchReader]"
         yield connection.sql(sql).to_arrow_reader(_BATCH_ROWS)
 
 
-def table_columns(state: PublishedState) -> dict[str, dict[str, Any]]:
+def table_columns(state: PublishedState | PastState) -> dict[str, dict[str, Any]]:
     """Return the published tables by name, each with its columns and their types, as `pgwal query --tables` prints them."""
     datasets = side_by_side(lambda at: TableDataset(at.path, at.version), list(state.tables.values()))
     found = {}
     for name, dataset in zip(state.tables, datasets, strict=True):
-        columns = [{"name": field.name, "type": _shown(dataset.delta_types[field.name])} for field in dataset.schema]
+        names = past_columns(dataset) if isinstance(state, PastState) else dataset.schema.names
+        columns = [{"name": name, "type": _shown(dataset.delta_types[name])} for name in names]
         found[name] = {"columns": columns}
     return found
 
@@ -64,7 +66,7 @@ def _require_select(connection: "DuckDBPyConnection", sql: str) -> None:
         raise PgwalError("The published tables are only read: write one SELECT.")
 
 
-def _show_named(connection: "DuckDBPyConnection", state: PublishedState, sql: str) -> None:
+def _show_named(connection: "DuckDBPyConnection", state: PublishedState | PastState, sql: str) -> None:
     """Make views of those tables whose name is in the query's text; opening all would take long where there are many.
 
     A query that asks which tables there are gets all of them.
@@ -74,7 +76,8 @@ def _show_named(connection: "DuckDBPyConnection", state: PublishedState, sql: st
     every = _LISTS.search(text) is not None
     wanted = [table for table in published if every or table.name.lower().replace('"', '""') in text]
     datasets = side_by_side(lambda table: TableDataset(*published[table]), wanted)
-    readers.show_all(connection, dict(zip(wanted, datasets, strict=True)))
+    make = state.show if isinstance(state, PastState) else readers.show
+    readers.show_all(connection, dict(zip(wanted, datasets, strict=True)), make)
     schemas = sorted({table.schema for table in published}, key=lambda schema: (schema != _SCHEMA, schema))
     for schema in schemas:
         connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quoting.name(schema)}")

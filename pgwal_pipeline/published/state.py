@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pgwal_pipeline.lake.ledger import Ledger
     from pgwal_pipeline.published.changes import Changes
     from pgwal_pipeline.published.dataset import TableDataset
+    from pgwal_pipeline.published.past import TableAsOf
 
 
 class PublishedTable(NamedTuple):
@@ -125,6 +126,17 @@ class PublishedState:
 
         wanted = {name: self._read(name) for name in (self.tables if names is None else names)}
         return readers.duckdb({TableName.parse(name): (at.path, at.version) for name, at in wanted.items()})
+
+    def as_of(self, name: str, when: "str | datetime") -> "TableAsOf":
+        """Return a table as it was at an LSN or a time, however long ago, if its history is kept since then (the option `history`).
+
+        At an LSN that includes a transaction whose commit is at it; a time is compared with commit times. For another table it is the
+        newest publish at or before `when` that the lake still has. Raises SettingError if `when` is neither an LSN nor a time, LakeError
+        if the lake does not know the table then.
+        """
+        from pgwal_pipeline.published.past import table_as_of
+
+        return table_as_of(self, name, when)
 
     def changes(self, name: str, since: "str | PublishedState | None" = None, history: bool = False) -> "Changes":
         """Return what changed in a table between two publishes: net changes by key, or with `history` each change in its order.

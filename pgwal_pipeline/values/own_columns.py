@@ -28,3 +28,21 @@ DELETED_LSN = "_pgwal_deleted_lsn"
 
 CHUNK = "_pgwal_chunk"
 """The id of the attempt at a chunk that wrote a row of a snapshot table."""
+
+VALID_FROM_LSN = "_pgwal_valid_from_lsn"
+VALID_FROM = "_pgwal_valid_from"
+VALID_TO_LSN = "_pgwal_valid_to_lsn"
+VALID_TO = "_pgwal_valid_to"
+"""Where and when a version in a history began and ended: commit LSNs and commit times, null while it is the newest."""
+
+END_OP = "_pgwal_end_op"
+"""The kind of change that ended a version; what began it is in `_pgwal_op`."""
+
+OLD_KEY = "_pgwal_old_key"
+"""The key, as JSON, that a row had before the change of its key that began a version."""
+
+UNSEEN = "_pgwal_unseen"
+"""True for a version of which the beginning or the end was found by reading the table again, not in the stream."""
+
+OPEN = "_pgwal_open"
+"""The partition column of a history: true for versions that have not ended."""

@@ -20,10 +20,13 @@ MASKS = ("last4",)
 DROP, KEEP = "drop", "keep"
 """What becomes of deleted rows: `current` loses them, or keeps them with when they were deleted."""
 
+HISTORIES = (True, "every_change")
+"""What `history` takes besides False."""
+
 EXCLUDED, HASHED = "exclude", "hash"
 """What becomes of a column that is left out, or hashed; one that is masked has the name of its mask."""
 
-_LATER = {"history": (False, None), "on_schema_change": ("propagate", None)}
+_LATER = {"on_schema_change": ("propagate", None)}
 """Options that are not supported yet, each with the values that mean what is done without it."""
 
 
@@ -42,7 +45,8 @@ class Options:
     """The options of one table.
 
     `exclude` and `hash` are globs of columns, `mask` pairs of a glob and a mask. `rows` is the SQL condition of the rows that are wanted,
-    None for all. `deletes` is KEEP, or None for DROP.
+    None for all. `deletes` is KEEP, or None for DROP. `history` is None or one of HISTORIES: whether versions of rows are kept, and with
+    `every_change` also those that ended in the transaction in which they began.
     """
 
     exclude: tuple[str, ...] = ()
@@ -50,6 +54,7 @@ class Options:
     mask: tuple[tuple[str, str], ...] = ()
     rows: str | None = None
     deletes: str | None = None
+    history: bool | str | None = None
 
     def treatment(self, column: str) -> str | None:
         """Return what becomes of a column: EXCLUDED, HASHED, a mask, or None if it arrives as it is. The strictest option counts."""
@@ -81,6 +86,7 @@ class Options:
             "mask": dict(self.mask),
             "rows": self.rows,
             "deletes": self.deletes,
+            "history": self.history,
         }
         return {name: value for name, value in written.items() if value}
 
@@ -168,6 +174,8 @@ def _parsed(glob: str, options: object) -> Iterable[tuple[str, Any]]:
             if value not in (DROP, KEEP, None):
                 raise OptionError(f"gives {glob} the option deletes, which takes {DROP} or {KEEP}")
             yield name, KEEP if value == KEEP else None
+        elif name == "history":
+            yield name, _history(glob, value)
         else:
             known = ", ".join([option.name for option in fields(Options)])
             raise OptionError(f"gives {glob} the option {name!r}, which there is not; options are {known}")
@@ -193,6 +201,14 @@ def _condition(table: str, value: object) -> str | None:
     if not isinstance(value, str) or not value.strip() or "\0" in value or ";" in _QUOTED.sub("", value):
         raise OptionError(f"gives {table} the option rows, which takes one SQL condition such as country = 'CH'")
     return value.strip()
+
+
+def _history(table: str, value: object) -> bool | str | None:
+    if value is None or value is False:
+        return None
+    if not isinstance(value, bool | str) or value not in HISTORIES:
+        raise OptionError(f"gives {table} the option history: {_shown(value)}, which takes true, false or every_change")
+    return value
 
 
 def _shown(value: object) -> str:

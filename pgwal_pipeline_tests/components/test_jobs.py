@@ -239,6 +239,35 @@ def test_a_current_table_alone(location: Location, source: Source, spark: "Spark
     assert {key for key, _ in materialized(result)} == {NAMES.current(ORDERS)}
 
 
+def test_a_history_is_an_asset_beside_its_current_table(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spark: "SparkSession"
+) -> None:
+    assert spark is not None
+    source.sql("CREATE TABLE orders (id int PRIMARY KEY, total int); CREATE TABLE later (id int PRIMARY KEY)")
+    set_environment(monkeypatch, tmp_path, source.dsn)
+    options = {"public.orders": {"history": True}}
+    with project(tmp_path, {"cdc": {"tables": options}}) as definitions, dagster_instance() as instance:
+        graph = definitions.resolve_asset_graph()
+        of_orders = graph.get(NAMES.history(ORDERS))
+        assert of_orders.group_name == "history"
+        assert of_orders.parent_keys == {NAMES.raw(ORDERS), NAMES.snapshot(ORDERS)}
+        assert of_orders.metadata["pgwal/options"] == options["public.orders"]
+        assert not graph.has(NAMES.history(LATER))
+        location = Location(definitions, instance, Settings.from_environment(table_options=options))
+        location.run("sync", location.target())
+        location.run("snapshot")
+        made = materialized(location.run("sync", location.target()))
+        assert {NAMES.current(ORDERS), NAMES.history(ORDERS), NAMES.current(LATER)} <= {key for key, _ in made}
+        source.sql("INSERT INTO later VALUES (1)")
+        made = materialized(location.run("sync", location.target()))
+        assert NAMES.history(ORDERS) not in {key for key, _ in made}
+        source.sql("INSERT INTO orders VALUES (1, 1); INSERT INTO later VALUES (2)")
+        location.run("drain", location.target())
+        job = definitions.get_implicit_global_asset_job_def()
+        result = job.execute_in_process(instance=instance, asset_selection=[NAMES.history(ORDERS)])
+        assert {key for key, _ in materialized(result)} == {NAMES.current(ORDERS), NAMES.history(ORDERS)}
+
+
 def test_with_no_table_known_the_jobs_do_the_same_work(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spark: "SparkSession"
 ) -> None:

@@ -79,7 +79,7 @@ def _kept_up(spark: "SparkSession", lake: Lake, path: str) -> None:
     units = upkeep.due(path, _KEY)
     assert units
     for unit in units:
-        done = upkeep.rewrite(spark, lake, unit, _KEY)
+        done = upkeep.rewrite(spark, lake, unit)
         assert upkeep.commit(lake, done)
         upkeep.clear(lake, done.folder)
 
@@ -111,7 +111,7 @@ def test_a_worn_table_is_as_a_new_one_afterwards(spark: "SparkSession", worn: La
 def test_a_publish_in_between_wins(spark: "SparkSession", worn: Lake) -> None:
     path = f"{worn.uri}/current"
     (unit, *_) = upkeep.due(path, _KEY)
-    done = upkeep.rewrite(spark, worn, unit, _KEY)
+    done = upkeep.rewrite(spark, worn, unit)
     _change(spark, Path(worn.uri), 4)
     before, at, there = _rows(path), version(path), {file.name for file in Path(path).rglob("*.parquet")}
     assert not upkeep.commit(worn, done)
@@ -126,7 +126,7 @@ def test_a_publish_of_other_files_in_between_is_kept(spark: "SparkSession", worn
     path = f"{worn.uri}/current"
     _kept_up(spark, worn, path)
     (unit, *_) = _units_of_two(path, monkeypatch)
-    done = upkeep.rewrite(spark, worn, unit, _KEY)
+    done = upkeep.rewrite(spark, worn, unit)
     write_events(Path(worn.uri, "raw"), _COLUMNS, [("I", 4500, 0, (10_000, "far away"))])
     merge(spark, merge_request(Path(worn.uri), 4000, 5000, _PLAIN, key=_KEY, columns=list(_COLUMNS)))
     before = _rows(path)
@@ -146,7 +146,7 @@ def _units_of_two(path: str, monkeypatch: pytest.MonkeyPatch) -> list[upkeep.Uni
 def test_another_commit_at_the_same_moment_is_not_overwritten(spark: "SparkSession", worn: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     path = f"{worn.uri}/current"
     (unit, *_) = upkeep.due(path, _KEY)
-    done = upkeep.rewrite(spark, worn, unit, _KEY)
+    done = upkeep.rewrite(spark, worn, unit)
     before, real = _rows(path), upkeep.table_log.commit_rewrite
 
     def beaten(*given: Any) -> bool:
@@ -164,7 +164,7 @@ def test_what_was_written_must_be_what_was_there(spark: "SparkSession", worn: La
     (unit, *_) = upkeep.due(path, _KEY)
     monkeypatch.setattr(upkeep, "by_key", lambda rows, *_: rows.limit(3))
     with pytest.raises(LakeError, match="nothing was changed"):
-        upkeep.rewrite(spark, worn, unit, _KEY)
+        upkeep.rewrite(spark, worn, unit)
     assert not list(Path(worn.uri, upkeep.REWRITING).iterdir())
 
 

@@ -55,11 +55,23 @@ def test_columns_that_are_named_for_one_table() -> None:
     assert list(options.named(ORDERS)) == ["b", "c"]
 
 
+def test_a_history_is_wanted_or_not() -> None:
+    options = parse_options({"shop.*": {"history": True}, "shop.o*": {"history": "every_change"}, "shop.x": {"history": False}})
+    assert [options.of(TableName("shop", name)).history for name in ("a", "orders", "x")] == [True, "every_change", None]
+    assert options.of(TableName("shop", "a")).to_json() == {"history": True}
+    assert options.of(TableName("shop", "x")) == NOTHING
+
+
 def test_options_go_through_json() -> None:
     import json
 
     found = parse_options(
-        {"shop.*": {"exclude": ["a"], "mask": {"b": "last4"}, "rows": "c = ';'"}, "x.y": None, "x.z": {"deletes": "drop"}}
+        {
+            "shop.*": {"exclude": ["a"], "mask": {"b": "last4"}, "rows": "c = ';'"},
+            "x.y": None,
+            "x.z": {"deletes": "drop"},
+            "x.h": {"history": "every_change"},
+        }
     )
     assert parse_options(json.loads(found.to_json())) == found
     assert parse_options(None) == parse_options({}) == TableOptions()
@@ -83,13 +95,17 @@ def test_deleted_rows_are_dropped_or_kept() -> None:
         ({"orders": {}}, "has the key 'orders', which is no schema.table glob such as shop.* or public.orders"),
         ({1: {}}, "has the key 1, which is no schema.table glob such as shop.* or public.orders"),
         ({"a.b": ["x"]}, "has no mapping of options for a.b"),
-        ({"a.b": {"excludes": []}}, "gives a.b the option 'excludes', which there is not; options are exclude, hash, mask, rows, deletes"),
+        (
+            {"a.b": {"excludes": []}},
+            "gives a.b the option 'excludes', which there is not; options are exclude, hash, mask, rows, deletes, history",
+        ),
         ({"a.b": {"exclude": "ssn"}}, "gives a.b the option exclude, which takes a list of columns or of globs of columns"),
         ({"a.b": {"hash": [1]}}, "gives a.b the option hash, which takes a list of columns or of globs of columns"),
         ({"a.b": {"mask": {"x": "all"}}}, "gives a.b the option mask, which takes columns or globs of columns, each with last4"),
         ({"a.b": {"rows": "a = 1; DROP TABLE x"}}, "gives a.b the option rows, which takes one SQL condition such as country = 'CH'"),
         ({"a.b": {"rows": True}}, "gives a.b the option rows, which takes one SQL condition such as country = 'CH'"),
-        ({"a.b": {"history": True}}, "gives a.b the option history: true, which is not supported yet; leave it out"),
+        ({"a.b": {"history": "all"}}, 'gives a.b the option history: "all", which takes true, false or every_change'),
+        ({"a.b": {"history": 1}}, "gives a.b the option history: 1, which takes true, false or every_change"),
         ({"a.b": {"deletes": True}}, "gives a.b the option deletes, which takes drop or keep"),
         ({"a.b": {"on_schema_change": "stop"}}, 'gives a.b the option on_schema_change: "stop", which is not supported yet; leave it out'),
     ],

@@ -125,7 +125,7 @@ def test_options_that_come_later_clean_every_layer_and_options_that_go_read_agai
     guarded = with_options(pipeline, ALL)
     guarded.drain()
     state = guarded.ledger.tables()[TABLE]
-    assert (state.state, state.unclean) == ("pending", ("snapshot", "current"))
+    assert (state.state, state.unclean) == ("pending", ("snapshot", "current", "history"))
     assert "excluded now" in (state.reason or "")
     source.sql("UPDATE people SET name = 'Zoe' WHERE id = 2")
     guarded.sync()
@@ -218,7 +218,7 @@ def test_the_bounds_of_chunks_go_when_the_key_comes_to_be_hashed(source: Source,
     guarded = with_options(plain, {"hash": ["email"]})
     guarded.drain()
     guarded.snapshot()
-    assert guarded.ledger.tables()[TABLE].unclean == ("current",)
+    assert guarded.ledger.tables()[TABLE].unclean == ("current", "history")
     assert len(pl.read_delta(guarded.lake.snapshot(TABLE))) == 40
     assert_nowhere(guarded, "planted-")
 
