@@ -67,7 +67,7 @@ CMD ["dagster-webserver", "-h", "0.0.0.0", "-p", "3000", "-w", "/etc/pgwal/works
 FROM base AS pipeline-base
 ARG UV_SYSTEM_CERTS=true UV_LINK_MODE=copy UV_CACHE_DIR=/root/.cache/uv UV_COMPILE_BYTECODE=1 UV_PYTHON_DOWNLOADS=never
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends openjdk-21-jre-headless \
+    && apt-get install -y --no-install-recommends openjdk-21-jre-headless openssh-client \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*
 COPY --from=packages /build/constraints.txt /build/dagster.txt /build/pipeline.txt /build/
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools \

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pgwal_pipeline.pipeline.reports import RunReport
     from pgwal_pipeline.settings import Settings
+    from pgwal_pipeline.sources import Source
     from pgwal_pipeline.values.relation import TableName
 
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -37,10 +38,12 @@ _SELDOM = (2_000, 20, 100)
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="pgwal-pipeline", prog_name="pgwal")
-def main() -> None:
+@click.option("--source", "_name", metavar="NAME", help="The source to work on, where the Dagster project of this folder has several.")
+def main(_name: str | None) -> None:
     """Postgres change data capture into Delta Lake, run and shown by Dagster.
 
-    Settings are PGWAL_* environment variables (see .env.example); a .env file in the working directory is read too.
+    Settings are PGWAL_* environment variables (see .env.example); a .env file in the working directory is read too. In a Dagster project
+    they are those of its source.
     """
     from dotenv import load_dotenv
 
@@ -151,11 +154,17 @@ def _answer(as_json: bool, answer: dict[str, Any], lines: Callable[[], Iterator[
             click.echo(printable(line))
 
 
-def _settings() -> "Settings":
-    from pgwal_pipeline.postgres.dsn import parse_dsn
-    from pgwal_pipeline.settings import Settings
+def _source() -> "Source":
+    """Return the source that `--source` names, else the only one. Raises SettingError."""
+    from pgwal_pipeline.sources import choose
 
-    settings = Settings.from_environment()
+    return choose(click.get_current_context().find_root().params["_name"])
+
+
+def _settings(source: "Source | None" = None) -> "Settings":
+    from pgwal_pipeline.postgres.dsn import parse_dsn
+
+    settings = (source or _source()).settings()
     if settings.source_dsn is not None:
         parse_dsn(settings.dsn)
     return settings
@@ -174,17 +183,19 @@ def _table_names(names: tuple[str, ...]) -> "list[TableName]":
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
 
 
-def _run(as_json: bool, work: "Callable[[ModuleType, Settings], RunReport]") -> None:
+def _run(as_json: bool, work: "Callable[[ModuleType, Settings, Source], RunReport]") -> None:
     """Run a command that goes through Dagster, print its report, and fail if a table could not be published.
 
-    `work` gets the module `runs`. Loading it, and Dagster with it, takes a second, so the settings are checked first.
+    `work` gets the module `runs`, the settings and their source. Loading the module, and Dagster with it, takes a second, so the settings
+    are checked first.
     """
     started = time.monotonic()
     with _quiet_stdout():
-        settings = _settings()
+        source = _source()
+        settings = _settings(source)
         from pgwal_pipeline import runs
 
-        report = work(runs, settings)
+        report = work(runs, settings, source)
     answer = report.to_json(time.monotonic() - started)
     _answer(as_json, answer, lambda: _report_lines(answer))
     if report.errors:
@@ -216,7 +227,7 @@ def _report_lines(answer: dict[str, Any]) -> Iterator[str]:
 @_command
 def sync(as_json: bool) -> None:
     """Run the main job once: create what is missing, snapshot what needs it, drain to now, publish."""
-    _run(as_json, lambda runs, settings: runs.sync(settings))
+    _run(as_json, lambda runs, settings, source: runs.sync(settings, source))
 
 
 @main.command()
@@ -224,7 +235,7 @@ def sync(as_json: bool) -> None:
 @_command
 def drain(as_json: bool) -> None:
     """Read the slot into raw, and nothing else. Takes no snapshot."""
-    _run(as_json, lambda runs, settings: runs.drain(settings))
+    _run(as_json, lambda runs, settings, source: runs.drain(settings, source))
 
 
 @main.command()
@@ -232,7 +243,7 @@ def drain(as_json: bool) -> None:
 @_command
 def publish(as_json: bool) -> None:
     """Merge raw into current, and nothing else. Works while the source is down."""
-    _run(as_json, lambda runs, settings: runs.publish(settings))
+    _run(as_json, lambda runs, settings, source: runs.publish(settings, source))
 
 
 @main.command()
@@ -245,7 +256,7 @@ def resnapshot(tables: tuple[str, ...], every: bool, as_json: bool) -> None:
     if every == bool(tables):
         raise click.UsageError("name the tables to read again, or --all.")
     names = None if every else _table_names(tables)
-    _run(as_json, lambda runs, settings: runs.resnapshot(settings, names))
+    _run(as_json, lambda runs, settings, source: runs.resnapshot(settings, names, source))
 
 
 @main.command()
@@ -290,10 +301,11 @@ def verify(tables: tuple[str, ...], every: bool, as_json: bool) -> None:
     with _quiet_stdout():
         if every and tables:
             raise click.UsageError("Name tables, or give --all, not both.")
-        settings, names = _settings(), _table_names(tables) or None
+        source = _source()
+        settings, names = _settings(source), _table_names(tables) or None
         from pgwal_pipeline import runs
 
-        answer, errors = runs.verify(settings, names, every=every)
+        answer, errors = runs.verify(settings, names, source, every=every)
 
     def lines() -> Iterator[str]:
         for name, table in answer["tables"].items():
@@ -380,10 +392,15 @@ def query(sql: str | None, list_tables: bool, when: str, as_json: bool, as_csv: 
 @_command
 def doctor(as_json: bool) -> None:
     """Check everything the pipeline needs, and say how to fix what is wrong."""
-    from pgwal_pipeline.pipeline.doctor import examine
+    from pgwal_pipeline.messages.errors import SettingError
+    from pgwal_pipeline.pipeline.doctor import examine, settings_cannot_be_read
 
     with _quiet_stdout():
-        checks = examine(os.environ)
+        source = _source()
+        try:
+            checks = examine(source.environment())
+        except SettingError as error:
+            checks = [settings_cannot_be_read(error)]
     answer = {"ok": all(check.ok for check in checks), "checks": [check.to_json() for check in checks]}
 
     def lines() -> Iterator[str]:
@@ -406,7 +423,8 @@ def drop(yes: bool, as_json: bool) -> None:
     """Drop our slots and our publication from the source; the lake stays."""
     from pgwal_pipeline.pipeline.drop import drop as drop_from_source
 
-    settings = _settings()
+    with _quiet_stdout():
+        settings = _settings()
     if not yes:
         click.confirm(
             f"Drop slot {settings.slot} and publication {settings.publication} (if it is ours) from the source?", abort=True, err=True

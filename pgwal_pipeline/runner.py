@@ -14,7 +14,6 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from yaml import YAMLError
 
 from pgwal_pipeline.asset_specs import REPORT
-from pgwal_pipeline.components.cdc import PostgresCdcComponent
 from pgwal_pipeline.components.dagster_internals import configure_logging_once
 from pgwal_pipeline.components.processes import process_tags
 from pgwal_pipeline.lake.layout import Lake
@@ -23,6 +22,7 @@ from pgwal_pipeline.messages import progress
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.pipeline.status import publish_report
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.sources import Source
 from pgwal_pipeline.values.lsn import format_lsn, window_key
 
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
@@ -32,19 +32,13 @@ Part = Mapping[str, Any]
 
 
 @contextmanager
-def runner(settings: Settings, home: Path, warnings: Sequence[str], terminal: progress.Progress) -> Iterator["Runner"]:
-    """Give a runner of the code location's jobs, in Dagster's instance in `home`. Raises PgwalError if that cannot be used."""
+def runner(settings: Settings, source: Source, home: Path, warnings: Sequence[str], terminal: progress.Progress) -> Iterator["Runner"]:
+    """Give a runner of the source's jobs, in Dagster's instance in `home`. Raises PgwalError if that cannot be used."""
     logging.getLogger("dagster").setLevel(logging.CRITICAL)
     logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # it logs a KeyboardInterrupt, though it also passes it on
     with _instance(home) as instance:
         configure_logging_once(instance)
-        yield Runner(settings, _jobs(), instance, warnings, terminal)
-
-
-def _jobs() -> dg.Definitions:
-    """Return the definitions of the jobs alone: those of the component in `defs/` that has no name."""
-    tree = dg.ComponentTree.for_project(Path(__file__).parent)
-    return next(component.jobs() for component in tree.get_all_components(of_type=PostgresCdcComponent) if not component.name)
+        yield Runner(settings, source, instance, warnings, terminal)
 
 
 @event.listens_for(Engine, "connect")
@@ -55,7 +49,7 @@ def _write_without_waiting(connection: Any, _: object) -> None:
 
 
 class Runner:
-    """Executes jobs of this code location in one instance. `prepared` holds the warnings from before the first run.
+    """Executes jobs of one source in one instance. `prepared` holds the warnings from before the first run.
 
     `progress` is the terminal, for messages that belong to no run.
     """
@@ -63,13 +57,14 @@ class Runner:
     def __init__(
         self,
         settings: Settings,
-        definitions: dg.Definitions,
+        source: Source,
         instance: dg.DagsterInstance,
         warnings: Sequence[str],
         progress: progress.Progress,
     ) -> None:
         self._settings = settings
-        self._definitions = definitions
+        self._source = source
+        self._definitions = source.load()
         self._instance = instance
         self.progress = progress
         self.prepared: Part = {"warnings": list(warnings)}
@@ -79,11 +74,11 @@ class Runner:
 
         Raises the PgwalError that ended the run.
         """
-        job = self._definitions.resolve_job_def(job_name)
+        job = self._definitions.resolve_job_def(self._source.named(job_name))
         key = None if target is None else window_key(target)
         if key is not None and isinstance(job.partitions_def, dg.DynamicPartitionsDefinition) and job.partitions_def.name is not None:
             self._instance.add_dynamic_partitions(job.partitions_def.name, [key])
-        ops = {"ops": {_CONFIGURED[job_name]: {"config": dict(config)}}} if config else {}
+        ops = {"ops": {self._source.named(_CONFIGURED[job_name]): {"config": dict(config)}}} if config else {}
         try:
             result = job.execute_in_process(run_config={**_QUIET, **ops}, instance=self._instance, partition_key=key, tags=process_tags())
         except Exception as error:

@@ -21,6 +21,7 @@ from pgwal_pipeline.pipeline.applied_options import take_key
 from pgwal_pipeline.pipeline.reports import RunReport
 from pgwal_pipeline.pipeline.status import lag
 from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.sources import Source, own
 from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _ROUNDS = 3
 _LAG_EVERY = 1.0  # seconds between readings of the lag while a snapshot is read
 _RETRY_AFTER = 10.0  # the same, after a reading or a drain that failed
 _TRIES = 10  # consecutive tries of a drain while a snapshot is read
+
+OWN = own()
 
 Part = Mapping[str, Any]
 
@@ -55,7 +58,7 @@ def dagster_home() -> Path:
     return home
 
 
-def sync(settings: Settings) -> RunReport:
+def sync(settings: Settings, source: Source = OWN) -> RunReport:
     """Run the main job: bootstrap, snapshot the tables that need it while drains go on, drain to the target LSN, publish.
 
     Tables that have to wait for old transactions are read last, after everything else has been published. If the source is away, what raw
@@ -67,13 +70,13 @@ def sync(settings: Settings) -> RunReport:
     if before.done:
         return RunReport.join(before.parts)
     try:
-        with _jobs(settings) as run:
+        with _jobs(settings, source=source) as run:
             parts = [run.prepared, *(part for window in before.windows for part in run("drain", window)), *_rounds(settings, run)]
             return RunReport.join([*parts, *_what_waited(settings, run, parts)])
     except SourceUnavailable as error:
         if Ledger(Lake(settings.lake)).frontier() is None:
             raise
-        published = publish(settings).publish
+        published = publish(settings, source).publish
         at = "" if published is None else f" What raw holds is published, at {published['lsn']}."
         raise SourceUnavailable(f"{error}{at}") from error
 
@@ -105,26 +108,26 @@ def _what_waited(settings: Settings, run: "Runner", parts: Sequence[Part], confi
     return [*_snapshot_beside_drains(settings, run, config or {}), *_drain(settings, run, "sync")]
 
 
-def drain(settings: Settings) -> RunReport:
+def drain(settings: Settings, source: Source = OWN) -> RunReport:
     """Run the drain: only slot to raw."""
-    with _jobs(settings) as run:
+    with _jobs(settings, source=source) as run:
         return RunReport.join([run.prepared, *_drain(settings, run, "drain")])
 
 
-def publish(settings: Settings) -> RunReport:
+def publish(settings: Settings, source: Source = OWN) -> RunReport:
     """Run the publish: only raw to current. Works without the source."""
-    with _jobs(settings, None) as run:
+    with _jobs(settings, None, source) as run:
         return RunReport.join(run("publish"))
 
 
-def resnapshot(settings: Settings, tables: Sequence[TableName] | None) -> RunReport:
+def resnapshot(settings: Settings, tables: Sequence[TableName] | None, source: Source = OWN) -> RunReport:
     """Read `tables` again and publish. With None all tables are read, and a lost or missing slot is created again first."""
 
     def prepare(settings: Settings, *, progress: progress.Progress) -> object:
         take_key(settings, Ledger(Lake(settings.lake)), tables)
         return (drains.renew if tables is None else drains.bootstrap)(settings, progress=progress)
 
-    with _jobs(settings, prepare) as run:
+    with _jobs(settings, prepare, source) as run:
         if tables is None:
             tables = [state.table for state in Ledger(Lake(settings.lake)).tables().values() if state.followed]
         parts = _snapshot_beside_drains(settings, run, {"tables": [str(table) for table in tables]}) if tables else []
@@ -133,7 +136,9 @@ def resnapshot(settings: Settings, tables: Sequence[TableName] | None) -> RunRep
         return RunReport.join([*parts, *_what_waited(settings, run, parts, waited)])
 
 
-def verify(settings: Settings, tables: Collection[TableName] | None, *, every: bool = False) -> tuple[dict[str, Any], Mapping[str, str]]:
+def verify(
+    settings: Settings, tables: Collection[TableName] | None, source: Source = OWN, *, every: bool = False
+) -> tuple[dict[str, Any], Mapping[str, str]]:
     """Compare source and `current` at one LSN; return the comparison as JSON, and the tables in error with their reasons.
 
     `tables` are compared whole, with `every` all that are published. Else it takes about PGWAL_VERIFY_BUDGET.
@@ -141,7 +146,7 @@ def verify(settings: Settings, tables: Collection[TableName] | None, *, every: b
     if every:
         published = Ledger(Lake(settings.lake)).publish()
         tables = sorted(published.tables) if published is not None else None
-    with _jobs(settings) as run:
+    with _jobs(settings, source=source) as run:
         parts = run("verify", config={"tables": [str(table) for table in tables]} if tables is not None else {})
         return next(dict(part["verify"]) for part in parts if "verify" in part), RunReport.join(parts).errors
 
@@ -211,8 +216,8 @@ class _Prepare(Protocol):
 
 
 @contextmanager
-def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap) -> "Iterator[Runner]":
-    """Give a runner of the code location's jobs. They are loaded after `prepare` has set up the source, so that they know every table."""
+def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap, source: Source = OWN) -> "Iterator[Runner]":
+    """Give a runner of the source's jobs. They are loaded after `prepare` has set up the source, so that they know every table."""
     home = dagster_home()
     with progress.Terminal() as terminal, progress.watched_by(terminal):
         noted = progress.Noted(terminal)
@@ -220,5 +225,5 @@ def _jobs(settings: Settings, prepare: _Prepare | None = drains.bootstrap) -> "I
             prepare(settings, progress=noted)
         from pgwal_pipeline.runner import runner
 
-        with runner(settings, home, noted.warnings, terminal) as run:
+        with runner(settings, source, home, noted.warnings, terminal) as run:
             yield run

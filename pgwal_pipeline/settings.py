@@ -16,6 +16,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, 
 from pgwal_pipeline.messages.errors import SettingError
 from pgwal_pipeline.values.catalog_name import PATTERN as CATALOG_PATTERN
 from pgwal_pipeline.values.protection import Protection
+from pgwal_pipeline.values.source_dsn import SourceDsn, Way
+from pgwal_pipeline.values.ssh_address import PATTERN as SSH_PATTERN
+from pgwal_pipeline.values.ssh_address import SshAddress
 from pgwal_pipeline.values.table_options import OptionError, TableOptions, parse_options
 
 PREFIX = "PGWAL_"
@@ -24,7 +27,7 @@ ROW_BYTES = 64 << 20
 """Bytes that one row may have, whatever the memory budget."""
 
 _SHOWN = 80  # characters of a wrong value that its error message repeats
-_SECRET = frozenset({"source_dsn", "spark_conf", "spark_remote", "hash_key", "table_options"})
+_SECRET = frozenset({"source_dsn", "password_command", "spark_conf", "spark_remote", "hash_key", "table_options"})
 _IN_FILE = "_FILE"  # after the name of a setting that may hold a secret: the file that holds its value
 _UNITS = {"B": 1, "": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
 _SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -146,6 +149,13 @@ class Settings(BaseModel):
         SecretStr | None,
         Field(description="libpq string or URI of the source; PG* variables, PGPASSFILE and service files as libpq has them"),
     ] = None
+    password_command: Annotated[
+        SecretStr | None, Field(description="a command that prints the source's password, asked for at each new connection")
+    ] = None
+    ssh_tunnel: Annotated[
+        str | None,
+        Field(pattern=SSH_PATTERN, description="ssh://user@host or ssh://user@host:port, without a password"),
+    ] = None
     lake: Annotated[str, Field(description="folder or s3://bucket/prefix (then the usual AWS_* variables)")] = "./lake"
     slot: Annotated[
         str,
@@ -206,6 +216,11 @@ class Settings(BaseModel):
             raise ValueError
         return value
 
+    @field_validator("ssh_tunnel")
+    @classmethod
+    def _ssh_address(cls, value: str | None) -> str | None:
+        return value if value is None else str(SshAddress.parse(value))
+
     @field_validator("tables")
     @classmethod
     def _table_globs(cls, value: str) -> str:
@@ -234,15 +249,23 @@ class Settings(BaseModel):
         return str(folder)
 
     @property
-    def dsn(self) -> str:
-        """The source's connection string; libpq's variables fill what it leaves out. Raises SettingError if no source is named."""
+    def dsn(self) -> SourceDsn:
+        """The source's connection string, which knows its way; libpq's variables fill what it leaves out.
+
+        Raises SettingError if no source is named.
+        """
         if self.source_dsn is not None:
-            return self.source_dsn.get_secret_value()
+            return SourceDsn(self.source_dsn.get_secret_value(), self._way)
         if any(os.environ.get(name) for name in ("PGHOST", "PGHOSTADDR", "PGPORT", "PGSERVICE", "PGDATABASE", "PGUSER")):
-            return ""
+            return SourceDsn("", self._way)
         raise SettingError(
             "PGWAL_SOURCE_DSN is not set; it takes the source's libpq string or URI, such as postgresql://user@host/database."
         )
+
+    @property
+    def _way(self) -> Way:
+        command = None if self.password_command is None else self.password_command.get_secret_value()
+        return Way(command, None if self.ssh_tunnel is None else SshAddress.parse(self.ssh_tunnel))
 
     @property
     def protection(self) -> Protection:

@@ -4,6 +4,7 @@
 - `postgres_matrix`, `source_matrix`: the same, once for each major version at hand (mark `matrix`).
 - `make_server(**settings)`: a server of the test's own, for tests that kill it or need other settings, as in
   `make_server(max_slot_wal_keep_size="1MB")`; `fresh_source(server)` of `support` makes a database on it.
+- `bastion`: a real sshd, which the tests' `ssh` on the PATH knows; skips where there is none.
 - `spark`: the run's Spark session, on this machine, with `-n` in one JVM for all processes; `connect_address`: where that JVM takes
   Connect's clients too, which saves each of them the start of a JVM; `spark_connect`: a session there.
 """
@@ -25,6 +26,7 @@ from pgwal_pipeline.embedded.postgres import Installation, Postgres, default_ins
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.spark.session import spark_session
 from pgwal_pipeline_tests import shared_spark
+from pgwal_pipeline_tests.bastion import Bastion, require_sshd
 from pgwal_pipeline_tests.commands import Commands
 from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.support import MADE_ONCE, DockerServer, Source, docker_refusal, fresh_source, start_server
@@ -137,6 +139,16 @@ def source_matrix(postgres_matrix: Postgres | DockerServer) -> Iterator[Source]:
     """A fresh database on each major version at hand, one after the other."""
     with fresh_source(postgres_matrix) as fresh:
         yield fresh
+
+
+@pytest.fixture
+def bastion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bastion]:
+    """A real sshd on this machine; `ssh` is found that is set up for it, with no other keys."""
+    require_sshd()
+    with Bastion(tmp_path / "ssh") as made:
+        monkeypatch.setenv("PATH", f"{made.bin}:{os.environ['PATH']}")
+        monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+        yield made
 
 
 @pytest.fixture

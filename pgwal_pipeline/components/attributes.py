@@ -20,6 +20,8 @@ from pgwal_pipeline.settings import PREFIX, Settings, parse_duration, parse_size
 
 MEANINGS = {
     "source_dsn": "The source. Take it from the environment, as in '{{ env.SHOP_DSN }}': the file is no place for a password",
+    "password_command": "A command whose standard output is the source's password, asked for at each new connection",
+    "ssh_tunnel": "Every connection to the source goes through this host; its key has to be known",
     "lake": "The lake",
     "slot": "The replication slot",
     "publication": "The publication: used as it is when it exists and is not ours, else made and kept in step with `tables`",

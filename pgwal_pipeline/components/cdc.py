@@ -2,7 +2,9 @@
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -100,6 +102,10 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
 
         Raises SettingError for a wrong attribute or variable, but not for a source that is away or not named.
         """
+        if _collect(self):
+            with suppress(SettingError):  # what is wrong with one is no matter of the others
+                return self.jobs()
+            return dg.Definitions()
         self._settings.without_source()
         with loading():
             if state_is_missing(self.defs_state_config.key):
@@ -114,6 +120,10 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
         """Build the jobs alone, for a process that only runs them: with many tables the assets take longer to build than a run."""
         source = self._source(self._remembered())
         return dg.Definitions(jobs=build_jobs(source, Steps.of(source)).all(), resources=self._resources(source))
+
+    def given(self) -> SourceSettings:
+        """Return its settings: what it was given, over the environment. Raises SettingError for a wrong name or attribute."""
+        return self._settings
 
     @cached_property
     def _settings(self) -> SourceSettings:
@@ -177,6 +187,27 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
             schedules=build_schedules(source, jobs),
             resources=self._resources(source),
         )
+
+
+_collecting: ContextVar[list[PostgresCdcComponent] | None] = ContextVar("_collecting", default=None)
+
+
+@contextmanager
+def collected() -> Iterator[list[PostgresCdcComponent]]:
+    """Give the list of the components that definitions are built of meanwhile. They build no assets then, which commands do not need."""
+    found: list[PostgresCdcComponent] = []
+    token = _collecting.set(found)
+    try:
+        yield found
+    finally:
+        _collecting.reset(token)
+
+
+def _collect(component: PostgresCdcComponent) -> bool:
+    found = _collecting.get()
+    if found is not None:
+        found.append(component)
+    return found is not None
 
 
 class _OfComponent(PgwalTranslator):

@@ -4,7 +4,9 @@ No other module imports a private module of Dagster or changes one of its object
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+import tomllib
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,10 @@ from typing import cast
 import dagster as dg
 from dagster._core.definitions.definitions_load_context import DefinitionsLoadContext, DefinitionsLoadType
 from dagster._core.events import AssetMaterializationPlannedData, EngineEventData
+from dagster._core.remote_origin import CodeLocationOrigin
+from dagster._core.workspace.load import location_origins_from_yaml_paths
+from dagster._core.workspace.load_target import get_target_from_toml_data
+from dagster._grpc.utils import get_loadable_targets
 from dagster.components.utils.project_paths import get_code_server_metadata_key
 from dagster.components.utils.translation import TranslationFn, TranslationFnResolver
 
@@ -22,6 +28,7 @@ __all__ = [
     "agreed_in_run",
     "build_outside_a_project",
     "configure_logging_once",
+    "load_code_location",
     "loading",
     "report_planned",
     "state_is_missing",
@@ -43,6 +50,38 @@ def loading() -> Iterator[None]:
 def build_outside_a_project(component: dg.StateBackedComponent) -> dg.Definitions:
     """Return the definitions of a component that stands in no project. Of its load context Dagster reads the project's folder alone."""
     return component.build_defs(cast(dg.ComponentLoadContext, SimpleNamespace(project_root=Path.cwd())))
+
+
+def load_code_location(file: Path) -> None:
+    """Load the definitions of the code location that a `pyproject.toml`, `dg.toml` or `workspace.yaml` names, as Dagster would.
+
+    Nothing that comes of it is used: whoever wants to know what is in it watches. Raises whatever its modules raise.
+    """
+    # Dagster is always started in the project's folder, and takes the working directory for it.
+    folder = None if file.suffix == ".yaml" else str(file.parent)
+    with warnings.catch_warnings(), loading():
+        warnings.simplefilter("ignore")
+        for origin in _origins(file):
+            target = getattr(origin, "loadable_target_origin", None)  # a server elsewhere has none
+            if target is not None:
+                get_loadable_targets(
+                    python_file=target.python_file,
+                    module_name=target.module_name,
+                    package_name=target.package_name,
+                    autoload_defs_module_name=target.autoload_defs_module_name,
+                    working_directory=folder or target.working_directory,
+                    attribute=target.attribute,
+                    resolve_lazy_defs=True,
+                )
+
+
+def _origins(file: Path) -> Sequence[CodeLocationOrigin]:
+    if file.suffix == ".yaml":
+        return location_origins_from_yaml_paths([str(file)])
+    content = tomllib.loads(file.read_text(encoding="utf-8"))
+    targets = get_target_from_toml_data(content if file.name == "pyproject.toml" else {"tool": {"dg": content}})
+    found = targets if isinstance(targets, list) else [] if targets is None else [targets]
+    return [origin for target in found for origin in target.create_origins()]
 
 
 def state_is_missing(state_key: str) -> bool:

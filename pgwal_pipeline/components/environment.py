@@ -21,8 +21,8 @@ class SourceSettings:
     given: Mapping[str, str] = field(default_factory=dict, repr=False)
     unset: tuple[str, ...] = ()
 
-    def whole(self) -> Settings:
-        """Return the settings. Raises SettingError, also if the component names variables for the DSN that are not set.
+    def environment(self) -> dict[str, str]:
+        """Return the environment with what was given. Raises SettingError if the component names variables for the DSN that are not set.
 
         Falling back on PGWAL_SOURCE_DSN would then read the wrong source.
         """
@@ -31,7 +31,11 @@ class SourceSettings:
                 f"{' and '.join(self.unset)} is not set; it takes the source's libpq string or URI, such as "
                 "postgresql://user@host/database."
             )
-        return Settings.from_environment(os.environ | self.given)
+        return {**os.environ, **self.given}
+
+    def whole(self) -> Settings:
+        """Return the settings. Raises SettingError, also as `environment` does."""
+        return Settings.from_environment(self.environment())
 
     def without_source(self) -> Settings:
         """Return the settings without a DSN: definitions also load without a source. Raises SettingError."""

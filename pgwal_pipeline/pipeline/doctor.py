@@ -42,7 +42,7 @@ def examine(environment: Mapping[str, str]) -> list[Check]:
         settings = Settings.from_environment(environment)
         dsn = settings.dsn
     except SettingError as error:
-        return [Check("settings", False, str(error), "Set the variable as the message says; .env.example lists them all.")]
+        return [settings_cannot_be_read(error)]
     checks = [Check("settings", True, f"lake {settings.lake}, slot {settings.slot}, publication {settings.publication}")]
     checks += [
         Check(check.name, check.ok, check.found, check.mend)
@@ -60,6 +60,11 @@ def examine(environment: Mapping[str, str]) -> list[Check]:
     remote = settings.spark_remote
     checks.append(_probe("java", _java) if remote is None else _probe("spark", lambda: _spark(remote)))
     return checks
+
+
+def settings_cannot_be_read(error: SettingError) -> Check:
+    """Return the check of settings that cannot be read."""
+    return Check("settings", False, str(error), "Set the variable as the message says; .env.example lists them all.")
 
 
 def _wanted(settings: Settings) -> Wanted:

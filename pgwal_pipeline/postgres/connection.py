@@ -22,6 +22,10 @@ import psycopg2
 from psycopg2 import extensions
 from psycopg2.extras import LogicalReplicationConnection
 
+from pgwal_pipeline.messages.errors import PgwalError, SettingError
+from pgwal_pipeline.postgres import password, tunnel
+from pgwal_pipeline.values.source_dsn import DIRECT, Way
+
 CANCEL_WAIT = 5
 """Seconds that an interrupted statement gets to end on the server."""
 
@@ -32,6 +36,7 @@ _VARIABLES = {
     "hostaddr": "PGHOSTADDR",
     "port": "PGPORT",
     "user": "PGUSER",
+    "password": "PGPASSWORD",
     "dbname": "PGDATABASE",
     "service": "PGSERVICE",
     "connect_timeout": "PGCONNECT_TIMEOUT",
@@ -105,14 +110,18 @@ class Connection(_Statements, extensions.connection):
     """A session for SQL."""
 
     parameters: Mapping[str, str]
-    """The libpq parameters that `open_session` connected with."""
+    """The libpq parameters that `open_session` connected with, but for a password that a command gave."""
+    way: Way = DIRECT
+    """The way that `open_session` went."""
 
 
 class ReplicationConnection(_Statements, LogicalReplicationConnection):
     """A session with a walsender, which takes replication commands and plain SQL."""
 
     parameters: Mapping[str, str]
-    """The libpq parameters that `open_session` connected with."""
+    """The libpq parameters that `open_session` connected with, but for a password that a command gave."""
+    way: Way = DIRECT
+    """The way that `open_session` went."""
 
 
 _Session = TypeVar("_Session", Connection, ReplicationConnection)
@@ -134,18 +143,21 @@ def wait(conn: Connection | ReplicationConnection, on_wait: OnWait | None = None
         raise
 
 
-def open_session(kind: type[_Session], parameters: Mapping[str, str], *, blocking: bool = False) -> _Session:
+def open_session(kind: type[_Session], parameters: Mapping[str, str], way: Way = DIRECT, *, blocking: bool = False) -> _Session:
     """Connect with libpq's `parameters`, to the first of their addresses that accepts the connection.
 
     This function resolves host names and applies `connect_timeout` to each address, as libpq does neither in asynchronous mode. Raises
-    psycopg2.OperationalError, with the reason of each address.
+    psycopg2.OperationalError, with the reason of each address, and a PgwalError for what `way` needs.
     """
+    secret = _secret(way)
     failures: list[str] = []
-    for attempt in _attempts(parameters):
+    for attempt in _attempts(parameters, way):
         try:
-            return _connected(kind, attempt, blocking)
+            return (_connected if way.tunnel is None else _connected_through)(kind, attempt, way, secret, blocking=blocking)
         except psycopg2.OperationalError as error:
-            failures.append(str(error).strip())
+            said = str(error).strip()
+            # A server may repeat what it was given.
+            failures.append(said.replace(secret["password"], "(the password)") if secret else said)
     raise psycopg2.OperationalError("\n".join(failures))
 
 
@@ -167,19 +179,46 @@ def default_of(keyword: str) -> str | None:
     return value
 
 
-def _connected(kind: type[_Session], parameters: Mapping[str, str], blocking: bool) -> _Session:
-    dsn = extensions.make_dsn(**parameters)
+def _secret(way: Way, within: float = password.LONGEST) -> dict[str, str]:
+    """Return the password as a parameter, if a command gives it."""
+    return {} if way.password_command is None else {"password": password.ask(way.password_command, within)}
+
+
+def _connected_through(
+    kind: type[_Session], attempt: Mapping[str, str], way: Way, secret: Mapping[str, str], *, blocking: bool
+) -> _Session:
+    """Connect by way of a tunnel; of one that is found to have just broken, a new one is made."""
+    assert way.tunnel is not None
+    host, port = attempt.get("hostaddr") or attempt["host"], int(attempt.get("port") or 5432)
+    for last in (False, True):
+        end = tunnel.local_end(way.tunnel, host, port, connect_timeout=_connect_timeout(attempt))
+        try:
+            return _connected(kind, {**attempt, "hostaddr": end.address, "port": str(end.port)}, way, secret, blocking=blocking)
+        except psycopg2.OperationalError as error:
+            if "FATAL" in str(error):  # the server's own answer
+                raise
+            complaint = end.complaint()
+            if complaint is not None:
+                raise psycopg2.OperationalError(f"connection to {host} through {way.tunnel} failed: {complaint}") from None
+            if last or not end.broken:
+                raise
+    raise AssertionError
+
+
+def _connected(kind: type[_Session], parameters: Mapping[str, str], way: Way, secret: Mapping[str, str], *, blocking: bool) -> _Session:
+    dsn = extensions.make_dsn(**{**parameters, **secret})
     if blocking:
         conn = psycopg2.connect(dsn, connection_factory=kind)
         conn.autocommit = True
+        conn.way = way
         return conn
     conn = psycopg2.connect(dsn, connection_factory=kind, async_=1)
-    conn.parameters = parameters
+    conn.parameters, conn.way = parameters, way
     deadline = time.monotonic() + _connect_timeout(parameters)
 
     def give_up() -> None:
         if time.monotonic() > deadline:
-            at = parameters.get("hostaddr") or parameters.get("host") or "the server"
+            at = (parameters.get("hostaddr") if way.tunnel is None else None) or parameters.get("host") or "the server"
             raise psycopg2.OperationalError(f"connection to {at} failed: timeout expired")
 
     try:
@@ -210,8 +249,9 @@ def _call_off(conn: Connection | ReplicationConnection) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError
 
-    with suppress(psycopg2.Error, TimeoutError):
-        with _connected(Connection, {**conn.parameters, "connect_timeout": str(CANCEL_WAIT)}, blocking=False) as other:
+    with suppress(psycopg2.Error, PgwalError, TimeoutError):
+        parameters = {**conn.parameters, "connect_timeout": str(CANCEL_WAIT)}
+        with _connected(Connection, parameters, conn.way, _secret(conn.way, CANCEL_WAIT), blocking=False) as other:
             cursor = other.cursor()
             cursor.execute("SELECT pg_catalog.pg_cancel_backend(%s)", [conn.info.backend_pid])
             _poll(other, give_up, 0.1)
@@ -223,8 +263,11 @@ def _connect_timeout(parameters: Mapping[str, str]) -> float:
     return max(seconds, _LEAST_CONNECT) if seconds > 0 else _LONGEST_CONNECT
 
 
-def _attempts(parameters: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the parameters once for each address, in the order in which libpq would try them. Raises psycopg2.OperationalError."""
+def _attempts(parameters: Mapping[str, str], way: Way) -> list[dict[str, str]]:
+    """Return the parameters once for each address, in the order in which libpq would try them. Raises psycopg2.OperationalError.
+
+    Names of hosts behind a tunnel are left to its other end.
+    """
 
     def given(keyword: str) -> str:
         return parameters.get(keyword) or default_of(keyword) or ""
@@ -240,7 +283,7 @@ def _attempts(parameters: Mapping[str, str]) -> list[dict[str, str]]:
     for number in range(count):
         attempt = base | {keyword: values[number % len(values)] for keyword, values in lists.items()}
         try:
-            found += [attempt | address for address in _addresses(attempt)]
+            found += [attempt | address for address in (_addresses(attempt) if way.tunnel is None else _behind(attempt))]
         except OSError as error:
             failure = error
     if not found:
@@ -259,3 +302,14 @@ def _addresses(attempt: Mapping[str, str]) -> list[dict[str, str]]:
         return [{"hostaddr": str(ipaddress.ip_address(host))}]
     answers = socket.getaddrinfo(host, attempt.get("port") or "5432", proto=socket.IPPROTO_TCP, type=socket.SOCK_STREAM)
     return [{"hostaddr": str(answer[4][0])} for answer in answers]
+
+
+def _behind(attempt: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the name by which libpq knows a host behind a tunnel, for its certificate and for the password file. Raises SettingError."""
+    host = attempt.get("host") or attempt.get("hostaddr") or ""
+    if not host or host.startswith(("/", "@")):
+        raise SettingError(
+            f"{tunnel.VARIABLE} is set, but the source has no host that a tunnel could lead to; name it in PGWAL_SOURCE_DSN or PGHOST, as "
+            "the tunnel's other end knows it."
+        )
+    return [{"host": host}]

@@ -15,6 +15,7 @@ from psycopg2 import errors, extensions
 from pgwal_pipeline.messages.errors import PgwalError, SettingError, SlotBusy, SlotLost, SourceRefused, SourceUnavailable
 from pgwal_pipeline.postgres.connection import Connection, ReplicationConnection, default_of, open_session
 from pgwal_pipeline.values.relation import quote_ident
+from pgwal_pipeline.values.source_dsn import Way, way_of
 
 _VARIABLE = "PGWAL_SOURCE_DSN"
 
@@ -57,23 +58,29 @@ _Session = TypeVar("_Session", Connection, ReplicationConnection)
 def connect(dsn: str, *, application: str = "pgwal", **overrides: Any) -> Connection:
     """Connect to the source for SQL, with the text output settings pinned.
 
-    `dsn` is a libpq string or URI, "" for libpq's own environment variables; `overrides` are libpq parameters that override it.
+    `dsn` is a libpq string or URI, "" for libpq's own environment variables; `overrides` are libpq parameters that override it. A
+    `SourceDsn` goes the way that it knows.
     `application` is the application name if the DSN and `PGAPPNAME` give none. Rows are tuples. Gives up on a host after `connect_timeout`
     (10 s unless the DSN or `PGCONNECT_TIMEOUT` says otherwise).
 
     Raises SettingError if the DSN cannot be read, SourceUnavailable if the server cannot be reached now, SourceRefused if it refuses the
-    connection.
+    connection; for the password's command and the tunnel as `password.ask` and `tunnel.local_end` do.
     """
-    return _pinned(_opened(Connection, _parameters(dsn, application, overrides)))
+    return _pinned(_opened(Connection, dsn, application, overrides))
 
 
 def copying_connection(dsn: str, *, application: str = "pgwal", **overrides: Any) -> Connection:
     """Connect as `connect` does, for a COPY. It waits inside libpq, which interrupts do not reach: use it outside the main thread."""
-    return _pinned(_opened(Connection, _parameters(dsn, application, overrides), blocking=True))
+    return _pinned(_opened(Connection, dsn, application, overrides, blocking=True))
 
 
 def on_this_machine(conn: Connection) -> bool:
-    """Return whether the server runs on this machine: the connection is a Unix socket, or both ends have the same address."""
+    """Return whether the server runs on this machine: the connection is a Unix socket, or both ends have the same address.
+
+    Of a tunnel the other end's machine is not known.
+    """
+    if conn.way.tunnel is not None:
+        return False
     with socket.socket(fileno=os.dup(conn.fileno())) as ours:
         return ours.family == socket.AF_UNIX or ours.getpeername()[0] == ours.getsockname()[0]
 
@@ -83,7 +90,7 @@ def replication_connection(dsn: str, *, application: str = "pgwal", **overrides:
 
     Raises as `connect` does, and SourceRefused if the role may not replicate or all walsenders are taken.
     """
-    conn = _pinned(_opened(ReplicationConnection, _parameters(dsn, application, overrides)))
+    conn = _pinned(_opened(ReplicationConnection, dsn, application, overrides))
     if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
         return _set(conn, BYTES_AS_THEY_ARE)
     return conn
@@ -176,11 +183,12 @@ def _parameters(dsn: str, application: str, overrides: dict[str, Any]) -> dict[s
     return defaults | given | {name: str(value) for name, value in overrides.items()} | {"client_encoding": "UTF8"}
 
 
-def _opened(kind: type[_Session], parameters: dict[str, str], *, blocking: bool = False) -> _Session:
+def _opened(kind: type[_Session], dsn: str, application: str, overrides: dict[str, Any], *, blocking: bool = False) -> _Session:
+    parameters, way = _parameters(dsn, application, overrides), way_of(dsn)
     try:
-        return open_session(kind, parameters, blocking=blocking)
+        return open_session(kind, parameters, way, blocking=blocking)
     except psycopg2.Error as error:
-        raise _connection_failure(error, parameters) from None
+        raise _connection_failure(error, parameters, way) from None
     except UnicodeError:
         # Raised by Python's name lookup for a host name with an empty part, a part of more than 63 characters, or an invalid character.
         raise SettingError(_unusable(" (its host is not a valid host name)")) from None
@@ -209,7 +217,7 @@ def _one_line(text: str) -> str:
 _REFUSALS = (
     (
         r"password authentication failed for user|no password supplied|empty password",
-        "the password of {user} is missing or wrong; give it in " + _VARIABLE + ", PGPASSWORD or PGPASSFILE",
+        "the password of {user} is missing or wrong; {password}",
     ),
     (r"(peer|ident) authentication failed", "{said}; connect over TCP with a password, or let the server's pg_hba.conf trust this user"),
     (r'role "(.*)" does not exist', "there is no role {user}; correct the user in " + _VARIABLE + " or create the role"),
@@ -278,7 +286,7 @@ _FILES = {
 }
 
 
-def _connection_failure(error: psycopg2.Error, parameters: dict[str, str]) -> PgwalError:
+def _connection_failure(error: psycopg2.Error, parameters: dict[str, str], way: Way) -> PgwalError:
     text = str(error)
     source = _describe(parameters)
     # libpq's own errors about the parameters. They may quote a value, which may be a piece of a password.
@@ -298,6 +306,11 @@ def _connection_failure(error: psycopg2.Error, parameters: dict[str, str]) -> Pg
         said = "(its message is not shown, as it quotes the password)"
     user = parameters.get("user") or _fill("user")
     values = {"said": said, "user": user, "dbname": parameters.get("dbname") or _fill("dbname") or user}
+    values["password"] = (
+        f"give it in {_VARIABLE}, PGPASSWORD or PGPASSFILE"
+        if way.password_command is None
+        else "PGWAL_PASSWORD_COMMAND has to print the one that the server takes now"
+    )
     values |= {"user_sql": quote_ident(values["user"]), "dbname_sql": quote_ident(values["dbname"])}
     if _PASSING.search(said):
         return SourceUnavailable(f"The source {source} accepts no connection now: {said}; try again in a while.")

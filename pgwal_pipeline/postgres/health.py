@@ -12,11 +12,13 @@ from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.postgres import blockers, positions, publication
 from pgwal_pipeline.postgres.candidates import candidate_tables
 from pgwal_pipeline.postgres.catalog import tables_of
-from pgwal_pipeline.postgres.dsn import connect, describe_dsn, replication_connection, translate
+from pgwal_pipeline.postgres.connection import default_of
+from pgwal_pipeline.postgres.dsn import connect, describe_dsn, parse_dsn, replication_connection, translate
 from pgwal_pipeline.postgres.publication_shape import EVERYTHING, Wanted
 from pgwal_pipeline.postgres.slot_state import Connection, SlotState, inspect, require_usable
 from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import Relation, TableName, quote_ident
+from pgwal_pipeline.values.source_dsn import way_of
 
 OLDEST_VERSION = 140000
 _OLD_TRANSACTION = 300.0  # seconds
@@ -87,6 +89,25 @@ def _all_checks(source: _Source) -> Iterator[Check]:
             check = Check(name, False, str(error), _DO_AS_IT_SAYS)
         if check is not None:
             yield check
+
+
+def _password(source: _Source) -> Check:
+    """Tell where the password comes from, so that nobody searches for one that stands elsewhere."""
+    if way_of(source.dsn).password_command is not None:
+        found = "PGWAL_PASSWORD_COMMAND prints it for each connection"
+        return Check("password", True, found if source.conn.info.used_password else f"{found}; the server asked for none")
+    if not source.conn.info.used_password:
+        return Check("password", True, "the server asked for none")
+    given = parse_dsn(source.dsn)
+    if given.get("password"):
+        return Check("password", True, "it is in PGWAL_SOURCE_DSN")
+    service = "the service file, else " if given.get("service") or default_of("service") else ""
+    return Check("password", True, f"it is in {service}{'PGPASSWORD' if default_of('password') else 'the password file'}")
+
+
+def _tunnel(source: _Source) -> Check | None:
+    tunnel = way_of(source.dsn).tunnel
+    return None if tunnel is None else Check("tunnel", True, f"every connection goes through {tunnel}, whose host key is known")
 
 
 def _wal_level(source: _Source) -> Check:
@@ -351,6 +372,8 @@ def _transactions(source: _Source) -> Check:
 
 
 _CHECKS: tuple[tuple[str, Callable[[_Source], Check | None]], ...] = (
+    ("password", _password),
+    ("tunnel", _tunnel),
     ("wal_level", _wal_level),
     ("standby", _standby),
     ("max_replication_slots", _slots),

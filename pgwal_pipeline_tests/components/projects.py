@@ -24,6 +24,15 @@ directory_type = "project"
 [tool.dg.project]
 root_module = "{module}"
 """
+DEFINITIONS = """
+from pathlib import Path
+import dagster as dg
+
+
+@dg.definitions
+def defs():
+    return dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
+"""
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, folder: Path, dsn: str, **more: str) -> None:
@@ -36,20 +45,31 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, folder: Path, dsn: str, **m
     monkeypatch.setenv("PGWAL_SOURCE_DSN", dsn)
 
 
+def written(
+    folder: Path, sources: Mapping[str, Mapping[str, Any]], component: str = "pgwal_pipeline.components.PostgresCdcComponent"
+) -> str:
+    """Write the files of a project, as `project` has it; its module is returned."""
+    module = f"project_{uuid.uuid4().hex}"
+    package = folder / module
+    (package / "defs").mkdir(parents=True)
+    for name, attributes in sources.items():
+        (package / "defs" / name).mkdir()
+        content = {"type": component, "attributes": dict(attributes)}
+        (package / "defs" / name / "defs.yaml").write_text(yaml.safe_dump(content))
+    for made in (package, package / "defs"):
+        (made / "__init__.py").touch()
+    (package / "definitions.py").write_text(DEFINITIONS)
+    (folder / "pyproject.toml").write_text(PROJECT.format(module=module))
+    return module
+
+
 @contextmanager
 def project(
     folder: Path, sources: Mapping[str, Mapping[str, Any]], component: str = "pgwal_pipeline.components.PostgresCdcComponent"
 ) -> Iterator[dg.Definitions]:
     """Definitions of a project with a `component` for each of `sources`: the folder's name and the component's attributes."""
-    module = f"project_{uuid.uuid4().hex}"
+    module = written(folder, sources, component)
     package = folder / module
-    for name, attributes in sources.items():
-        (package / "defs" / name).mkdir(parents=True)
-        content = {"type": component, "attributes": dict(attributes)}
-        (package / "defs" / name / "defs.yaml").write_text(yaml.safe_dump(content))
-    for made in (package, package / "defs"):
-        (made / "__init__.py").touch()
-    (folder / "pyproject.toml").write_text(PROJECT.format(module=module))
     sys.path.insert(0, str(folder))
     try:
         yield dg.load_from_defs_folder(path_within_project=package)

@@ -49,12 +49,14 @@ class SensorDaemon:
 
 
 @contextmanager
-def sensor_daemon(instance: dg.DagsterInstance) -> Iterator[SensorDaemon]:
-    """The sensors of `pgwal_pipeline.definitions` in `instance`, with this process's environment.
+def sensor_daemon(instance: dg.DagsterInstance, module: str = definitions.__name__, folder: str | None = None) -> Iterator[SensorDaemon]:
+    """The sensors of a code location, `pgwal_pipeline.definitions`, in `instance`, with this process's environment.
+
+    `folder` is where another `module` is found.
 
     Dagster keeps the state that it loads in a context of the process: afterwards it is as before, and the next test has none of it.
     """
-    target = LoadableTargetOrigin(executable_path=sys.executable, module_name=definitions.__name__)
+    target = LoadableTargetOrigin(executable_path=sys.executable, module_name=module, working_directory=folder)
     origin = InProcessCodeLocationOrigin(target, location_name="pgwal_pipeline")
     with (
         patch.object(sensors, "_WATCHED", 0.0),  # nobody works on the runs that a tick would wait for

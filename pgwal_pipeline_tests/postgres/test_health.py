@@ -47,7 +47,7 @@ def test_a_source_that_is_as_it_must_be(source_matrix: Source) -> None:
     source.sql("create table item (id int primary key)")
     before = checks(source)
     assert [name for name, check in before.items() if not check.ok] == []
-    assert set(before) == {name for name, _ in health._CHECKS} - {"standby"} | {"source"}
+    assert set(before) == {name for name, _ in health._CHECKS} - {"standby", "tunnel"} | {"source"}
     assert f"Postgres {source.connect().info.server_version // 10000}." in before["source"].found
     assert "may make it" in before["publication"].found
     assert before["tables"].found == "1 table to follow"

@@ -20,6 +20,8 @@ from pgwal_pipeline.settings import PREFIX, Settings
 ROOT = Path(__file__).parents[2]
 _EXAMPLES = {
     "PGWAL_SOURCE_DSN",
+    "PGWAL_PASSWORD_COMMAND",
+    "PGWAL_SSH_TUNNEL",
     "PGWAL_SPARK_REMOTE",
     "PGWAL_SPARK_CONF",
     "PGWAL_SPARK_CATALOG",
