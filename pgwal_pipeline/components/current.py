@@ -147,12 +147,12 @@ def _followed(source: CdcSource, report: PublishReport, reasons: Mapping[TableNa
 
 
 def _errors(settings: Settings) -> dict[TableName, str]:
-    """Return the tables in state `error`, each with its reason."""
+    """Return the tables in state `error` or held back, each with its reason."""
     from pgwal_pipeline.lake.layout import Lake
     from pgwal_pipeline.lake.ledger import Ledger
 
     states = Ledger(Lake(settings.lake)).tables().values()
-    return {state.table: state.reason or "No reason was given." for state in states if state.state == "error"}
+    return {state.table: state.trouble for state in states if state.trouble is not None}
 
 
 def _changed(context: StepContext, source: CdcSource, report: PublishReport, last: _Recorded) -> dict[TableName, str]:

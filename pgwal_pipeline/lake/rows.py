@@ -108,6 +108,8 @@ TABLES = pa.schema(
         ("raw_from", pa.int64()),
         ("unclean", pa.list_(pa.string())),
         ("options", pa.string()),
+        ("accepted", pa.string()),
+        ("held", pa.string()),
         ("at", _MOMENT),
     ]
 )
@@ -258,6 +260,7 @@ def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:
                 "kept_as": None if state.kept_as is None else str(state.kept_as),
                 "relation": None if state.relation is None else relation_to_json(state.relation),
                 "storage": None if state.storage is None else state.storage.to_json(),
+                "accepted": None if state.accepted is None else relation_to_json(state.accepted),
                 "at": state.at or now,
             }
             for state in states
@@ -284,6 +287,7 @@ def states(rows: pa.Table) -> list[TableState]:
                 kept_as=None if row["kept_as"] is None else TableName.parse(row["kept_as"]),
                 relation=None if row["relation"] is None else relation_from_json(row["relation"]),
                 storage=None if row["storage"] is None else Storage.from_json(row["storage"]),
+                accepted=relation_from_json(text) if (text := row.get("accepted")) is not None else None,
             )
         )
         for row in _records(rows)

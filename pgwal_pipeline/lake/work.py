@@ -17,7 +17,8 @@ class MergeRequest:
     """Events of raw with `from_lsn <= commit LSN < to_lsn`, to be merged into a `current` table that stands at `from_lsn`.
 
     `key` is empty for a bag of rows. `columns` are the source's, in its order. `schema_json` is their Delta schema; without it they have
-    the types of the tables in the lake. `rows` is how many events the ledger counts, 0 if unknown.
+    the types of the tables in the lake. `rows` is how many events the ledger counts, 0 if unknown. `arriving_json` is the schema of the
+    same columns as they are in raw, where their types differ from those to be kept (`lake.frozen`).
     """
 
     table: TableName
@@ -30,6 +31,7 @@ class MergeRequest:
     traits: Traits = ANYTHING
     schema_json: str | None = None
     rows: int = 0
+    arriving_json: str | None = None
 
     @property
     def shape(self) -> Shape:
@@ -44,7 +46,7 @@ class ReplaceRequest:
     Only the rows of `chunks` count at `snapshot_path`; `snapshot_lsn` becomes their `_pgwal_commit_lsn`. A bag of rows has been read under
     one snapshot. The raw table may not exist yet, and the snapshot table does not exist if no chunk held a row. `keep` are columns of the
     present `current` that the source has dropped: they stay, null in every row. `rows` is how many rows and events the ledger counts, 0 if
-    unknown.
+    unknown. `arriving_json` is as in `MergeRequest`. `order` is the order of the columns that `current` keeps, empty for the source's.
     """
 
     table: TableName
@@ -62,6 +64,8 @@ class ReplaceRequest:
     schema_json: str | None = None
     rows: int = 0
     keep: tuple[str, ...] = ()
+    arriving_json: str | None = None
+    order: tuple[str, ...] = ()
 
     @property
     def shape(self) -> Shape:

@@ -3,6 +3,7 @@
 import secrets
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,15 @@ from pgwal_pipeline.decode.copy import copy_schema
 from pgwal_pipeline.lake import compare
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.ledger import Ledger, TableState
+from pgwal_pipeline.lake.schema import schema_json
 from pgwal_pipeline.messages.errors import SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.messages.progress import Progress
 from pgwal_pipeline.pipeline.drain import drain
 from pgwal_pipeline.pipeline.publish import publish
 from pgwal_pipeline.pipeline.published import Published
 from pgwal_pipeline.pipeline.reports import TableComparison, VerifyReport
+from pgwal_pipeline.pipeline.schema_policy import taken
 from pgwal_pipeline.pipeline.table_rows import Range, TableRows
 from pgwal_pipeline.postgres import catalog, copy, slot
 from pgwal_pipeline.postgres.catalog import PublishedTable
@@ -60,7 +64,7 @@ def verify(
         names = sorted(table for table, found in published.tables.items() if found.version is not None) if tables is None else list(tables)
         if sources and not names:
             raise SourceRefused("No table has been published yet, so there is nothing to compare; run `pgwal sync` first.")
-        comparisons, errors = {}, {}
+        comparisons, errors, states = {}, {}, Ledger(lake).tables()
         for done, name in enumerate(names):
             pointer, source = published.tables.get(name), sources.get(name)
             if pointer is None or pointer.version is None or source is None:
@@ -68,7 +72,9 @@ def verify(
             progress.stage("verify", done, len(names), "tables")
             try:
                 with table_work(lake, name, "compare", oid=source.relation.oid, answers=lambda: spark_factory().sql("SELECT 1").collect()):
-                    comparisons[name] = _compared(settings, lake, source, exported, files, spark_factory, pointer.path, pointer.version)
+                    comparisons[name] = _compared(
+                        settings, lake, source, states.get(name), exported, files, spark_factory, pointer.path, pointer.version
+                    )
             except TableError as error:
                 errors[name] = f"Table {name} could not be compared: {error} `pgwal resnapshot '{name}'` reads it again."
                 progress.warn(errors[name])
@@ -87,6 +93,7 @@ def _compared(
     settings: Settings,
     lake: Lake,
     source: PublishedTable,
+    state: TableState | None,
     exported: str,
     files: Mapping[int, frozenset[tuple[int, int]]],
     spark_factory: Callable[[], "SparkSession"],
@@ -102,7 +109,13 @@ def _compared(
             now = _files(conn, settings.publication, [relation.oid])
         if now.get(relation.oid) != files.get(relation.oid):
             raise SourceUnavailable(f"Table {relation.table} was truncated or rewritten while it was compared; run the comparison again.")
-        result = compare.compare(spark_factory(), expected, path, version, key=relation.key, columns=relation.column_names)
+        found = None if state is None else taken(replace(state, relation=relation))
+        kept = relation if found is None else found.relation
+        arriving = None if found is None or found.arriving is None else schema_json(copy_schema(found.arriving))
+        kept_json = schema_json(copy_schema(kept))
+        result = compare.compare(
+            spark_factory(), expected, path, version, key=kept.key, columns=kept.column_names, kept_json=kept_json, arriving_json=arriving
+        )
     finally:
         compare.remove(expected)
     return TableComparison(

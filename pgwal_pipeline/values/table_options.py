@@ -20,7 +20,12 @@ MASKS = ("last4",)
 EXCLUDED, HASHED = "exclude", "hash"
 """What becomes of a column that is left out, or hashed; one that is masked has the name of its mask."""
 
-_LATER = {"deletes": ("drop", None), "history": (False, None), "on_schema_change": ("propagate", None)}
+PROPAGATE, FREEZE, STOP = "propagate", "freeze", "stop"
+"""What a change of a table's columns leads to: they are taken, `current` keeps those it had, or the table waits to be accepted."""
+
+POLICIES = (PROPAGATE, FREEZE, STOP)
+
+_LATER = {"deletes": ("drop", None), "history": (False, None)}
 """Options that are not supported yet, each with the values that mean what is done without it."""
 
 
@@ -39,13 +44,14 @@ class Options:
     """The options of one table.
 
     `exclude` and `hash` are globs of columns, `mask` pairs of a glob and a mask. `rows` is the SQL condition of the rows that are wanted,
-    None for all.
+    None for all. `on_schema_change` is one of POLICIES.
     """
 
     exclude: tuple[str, ...] = ()
     hash: tuple[str, ...] = ()
     mask: tuple[tuple[str, str], ...] = ()
     rows: str | None = None
+    on_schema_change: str = PROPAGATE
 
     def treatment(self, column: str) -> str | None:
         """Return what becomes of a column: EXCLUDED, HASHED, a mask, or None if it arrives as it is. The strictest option counts."""
@@ -67,6 +73,8 @@ class Options:
     def to_json(self) -> dict[str, Any]:
         """Return the options that are set, as they are written."""
         written = {"exclude": list(self.exclude), "hash": list(self.hash), "mask": dict(self.mask), "rows": self.rows}
+        if self.on_schema_change != PROPAGATE:
+            written["on_schema_change"] = self.on_schema_change
         return {name: value for name, value in written.items() if value}
 
 
@@ -149,6 +157,8 @@ def _parsed(glob: str, options: object) -> Iterable[tuple[str, Any]]:
             yield name, _masks(glob, value)
         elif name == "rows":
             yield name, _condition(glob, value)
+        elif name == "on_schema_change":
+            yield name, _policy(glob, value)
         else:
             known = ", ".join([option.name for option in fields(Options)])
             raise OptionError(f"gives {glob} the option {name!r}, which there is not; options are {known}")
@@ -174,6 +184,14 @@ def _condition(table: str, value: object) -> str | None:
     if not isinstance(value, str) or not value.strip() or "\0" in value or ";" in _QUOTED.sub("", value):
         raise OptionError(f"gives {table} the option rows, which takes one SQL condition such as country = 'CH'")
     return value.strip()
+
+
+def _policy(table: str, value: object) -> str:
+    if value is None:
+        return PROPAGATE
+    if not isinstance(value, str) or value not in POLICIES:
+        raise OptionError(f"gives {table} the option on_schema_change, which takes {', '.join(POLICIES[:-1])} or {POLICIES[-1]}")
+    return value
 
 
 def _shown(value: object) -> str:

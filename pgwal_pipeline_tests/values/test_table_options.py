@@ -1,5 +1,6 @@
 """How options are parsed, which of them a table gets, and what is said of those that cannot be used."""
 
+import json
 from typing import Any
 
 import pytest
@@ -56,8 +57,6 @@ def test_columns_that_are_named_for_one_table() -> None:
 
 
 def test_options_go_through_json() -> None:
-    import json
-
     found = parse_options(
         {"shop.*": {"exclude": ["a"], "mask": {"b": "last4"}, "rows": "c = ';'"}, "x.y": None, "x.z": {"deletes": "drop"}}
     )
@@ -75,7 +74,10 @@ def test_options_go_through_json() -> None:
         ({"orders": {}}, "has the key 'orders', which is no schema.table glob such as shop.* or public.orders"),
         ({1: {}}, "has the key 1, which is no schema.table glob such as shop.* or public.orders"),
         ({"a.b": ["x"]}, "has no mapping of options for a.b"),
-        ({"a.b": {"excludes": []}}, "gives a.b the option 'excludes', which there is not; options are exclude, hash, mask, rows"),
+        (
+            {"a.b": {"excludes": []}},
+            "gives a.b the option 'excludes', which there is not; options are exclude, hash, mask, rows, on_schema_change",
+        ),
         ({"a.b": {"exclude": "ssn"}}, "gives a.b the option exclude, which takes a list of columns or of globs of columns"),
         ({"a.b": {"hash": [1]}}, "gives a.b the option hash, which takes a list of columns or of globs of columns"),
         ({"a.b": {"mask": {"x": "all"}}}, "gives a.b the option mask, which takes columns or globs of columns, each with last4"),
@@ -83,10 +85,22 @@ def test_options_go_through_json() -> None:
         ({"a.b": {"rows": True}}, "gives a.b the option rows, which takes one SQL condition such as country = 'CH'"),
         ({"a.b": {"history": True}}, "gives a.b the option history: true, which is not supported yet; leave it out"),
         ({"a.b": {"deletes": "keep"}}, 'gives a.b the option deletes: "keep", which is not supported yet; leave it out'),
-        ({"a.b": {"on_schema_change": "stop"}}, 'gives a.b the option on_schema_change: "stop", which is not supported yet; leave it out'),
+        ({"a.b": {"on_schema_change": "halt"}}, "gives a.b the option on_schema_change, which takes propagate, freeze or stop"),
+        ({"a.b": {"on_schema_change": ["stop"]}}, "gives a.b the option on_schema_change, which takes propagate, freeze or stop"),
     ],
 )
 def test_what_is_said_of_options_that_cannot_be_used(given: Any, says: str) -> None:
     with pytest.raises(OptionError) as caught:
         parse_options(given)
     assert str(caught.value) == says
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [(None, {}), ("propagate", {}), ("freeze", {"on_schema_change": "freeze"}), ("stop", {"on_schema_change": "stop"})]
+)
+def test_what_a_change_of_columns_leads_to(given: str | None, shown: dict[str, str]) -> None:
+    options = parse_options({"*.*": {"on_schema_change": given}})
+    assert options.of(ORDERS).to_json() == shown
+    assert options.of(ORDERS).on_schema_change == (given or "propagate")
+    assert parse_options(json.loads(options.to_json())).of(ORDERS) == options.of(ORDERS)
+    assert options.of(ORDERS).protects is False
