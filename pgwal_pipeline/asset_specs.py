@@ -32,6 +32,9 @@ TABLE, LAYER = "pgwal/table", "pgwal/layer"
 REPORT = "pgwal/report"
 """The metadata entry of the slot's observations that holds a step's report as JSON."""
 
+LINEAGE = "dagster/column_lineage"
+"""The metadata entry of Dagster's that says where columns come from."""
+
 HEALTH_CHECK = "health"
 FOLLOWED_CHECK = "followed"
 EQUALS_SOURCE_CHECK = "equals_source"
@@ -267,7 +270,7 @@ def _stored(path: str, schema: dg.TableSchema, lineage: Mapping[str, Sequence[dg
         "dagster/uri": path,
         "dagster/storage_kind": "deltalake",
         "dagster/column_schema": schema,
-        "dagster/column_lineage": dg.TableColumnLineage(
+        LINEAGE: dg.TableColumnLineage(
             {name: [dg.TableColumnDep(asset_key=key, column_name=name) for key in upstream] for name, upstream in lineage.items()}
         ),
     }

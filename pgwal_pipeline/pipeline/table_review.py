@@ -325,6 +325,15 @@ def _reviewed(
     return replace(state, storage=replace(stored, files=storage.files, shown=shown))
 
 
+def foreseen(
+    state: TableState, before: CatalogEntry, entry: CatalogEntry, facts: StreamFacts, ended: Snapshot, *, rewrites: bool
+) -> TableState:
+    """Return what a review would make of a table that has been published, from its catalog entries before and after a migration."""
+    assert state.storage is not None
+    begun = schema_policy.begun(state, entry)
+    return schema_policy.judged(_reviewed(begun, state.storage, before, entry, facts, ended, 0, rewrites), entry)
+
+
 def _columns(relation: Relation | None) -> set[tuple[str, str]]:
     return set() if relation is None else {(column.name, f"{column_type(column)} {column.protection}") for column in relation.columns}
 
