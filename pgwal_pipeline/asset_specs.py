@@ -38,6 +38,7 @@ LINEAGE = "dagster/column_lineage"
 HEALTH_CHECK = "health"
 FOLLOWED_CHECK = "followed"
 EQUALS_SOURCE_CHECK = "equals_source"
+SCHEMA_CHECK = "schema"
 
 _RAW_COLUMNS = (
     (OP, "string", "I insert, U update, D delete, T truncate, K the old key of a key change"),

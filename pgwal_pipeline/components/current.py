@@ -13,12 +13,14 @@ from pgwal_pipeline.asset_specs import FOLLOWED_CHECK
 from pgwal_pipeline.components.events import DATA_VERSION_TAG, announce, visible_metadata
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.observations import first_readings
+from pgwal_pipeline.components.schema_checks import schema_checks, schema_results, verdicts
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of
 from pgwal_pipeline.components.steps import Result, Step
-from pgwal_pipeline.lake.records import TablePointer
+from pgwal_pipeline.lake.records import TablePointer, TableState
 from pgwal_pipeline.messages import progress
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish, publish_json
+from pgwal_pipeline.pipeline.schema_policy import Difference, summary
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import TableName
@@ -46,9 +48,12 @@ def build_publish(source: CdcSource) -> Step:
             first_readings(context, source)
         announce(context, [source.names.current(table) for table in changed])
         yield from results
-        reasons = _errors(slot_of(context, source).settings)
+        states = _states(slot_of(context, source).settings)
+        reasons = {table: state.trouble for table, state in states.items() if state.trouble is not None}
         yield from _followed(source, report, reasons, last)
-        _observe(context, source, report, changed, reasons if tables is None else None)
+        schemas = verdicts(states)
+        yield from schema_results(source, schemas, last.schemas)
+        _observe(context, source, report, changed, reasons if tables is None else None, schemas)
 
     return Step(
         source,
@@ -63,6 +68,7 @@ def build_publish(source: CdcSource) -> Step:
             asset=source.names.current(known.table),
             description="Fails when the table's changes cannot be merged. The other tables go on.",
         ),
+        more_checks=lambda known: schema_checks(source, known),
     )
 
 
@@ -80,12 +86,13 @@ def _publish(context: StepContext, source: CdcSource, tables: Iterable[TableName
 class _Recorded:
     """What Dagster has of a publish: where its tables stood, and the quoted names of the tables whose check failed, with the reasons.
 
-    `seen`: whether first readings were recorded, by that publish or before.
+    `seen`: whether first readings were recorded, by that publish or before. `schemas` are the verdicts of the check `schema`.
     """
 
     tables: Mapping[TableName, TablePointer] = field(default_factory=dict)
     failing: Mapping[str, str] = field(default_factory=dict)
     seen: bool = False
+    schemas: Mapping[str, str] = field(default_factory=dict)
 
 
 def _last_recorded(context: StepContext, source: CdcSource) -> _Recorded:
@@ -101,7 +108,8 @@ def _last_recorded(context: StepContext, source: CdcSource) -> _Recorded:
         if isinstance(entry, dg.JsonMetadataValue) and isinstance(entry.data, dict):
             same = entry.data["publish"] == _digest(publish.tables)
             seen = bool(entry.data.get("seen"))
-            return _Recorded(publish.tables, entry.data["failing"], seen) if same else _Recorded(seen=seen)
+            schemas = entry.data.get("schemas", {})
+            return _Recorded(publish.tables, entry.data["failing"], seen, schemas) if same else _Recorded(seen=seen)
     return _Recorded()
 
 
@@ -112,7 +120,12 @@ def _digest(tables: Mapping[TableName, TablePointer]) -> str:
 
 
 def _observe(
-    context: StepContext, source: CdcSource, report: PublishReport, changed: Collection[TableName], failing: Mapping[TableName, str] | None
+    context: StepContext,
+    source: CdcSource,
+    report: PublishReport,
+    changed: Collection[TableName],
+    failing: Mapping[TableName, str] | None,
+    schemas: Mapping[TableName, tuple[Difference, ...]],
 ) -> None:
     """Record the numbers on the slot's asset, after everything else; the report names only the tables that changed or failed.
 
@@ -131,9 +144,11 @@ def _observe(
         if failing is not None:
             reasons = {str(table): reason for table, reason in failing.items()}
             pointers = {name: TablePointer(found.path, found.version) for name, found in report.tables.items() if found.version is not None}
-            more[_RECORDED] = dg.MetadataValue.json({"publish": _digest(pointers), "failing": reasons, "seen": True})
-    told = {table: publish for table, publish in report.tables.items() if table in changed or publish.errors}
-    observe_slot(context, source, numbers, publish_json(replace(report, tables=told)), more)
+            differing = {str(table): summary(found) for table, found in schemas.items()}
+            told = {"publish": _digest(pointers), "failing": reasons, "seen": True, "schemas": differing}
+            more[_RECORDED] = dg.MetadataValue.json(told)
+    shown = {table: publish for table, publish in report.tables.items() if table in changed or publish.errors}
+    observe_slot(context, source, numbers, publish_json(replace(report, tables=shown)), more)
 
 
 def _followed(source: CdcSource, report: PublishReport, reasons: Mapping[TableName, str], last: _Recorded) -> Iterator[dg.AssetCheckResult]:
@@ -146,13 +161,12 @@ def _followed(source: CdcSource, report: PublishReport, reasons: Mapping[TableNa
             )
 
 
-def _errors(settings: Settings) -> dict[TableName, str]:
-    """Return the tables in state `error` or held back, each with its reason."""
+def _states(settings: Settings) -> dict[TableName, TableState]:
+    """Return the states of all tables."""
     from pgwal_pipeline.lake.layout import Lake
     from pgwal_pipeline.lake.ledger import Ledger
 
-    states = Ledger(Lake(settings.lake)).tables().values()
-    return {state.table: state.trouble for state in states if state.trouble is not None}
+    return Ledger(Lake(settings.lake)).tables()
 
 
 def _changed(context: StepContext, source: CdcSource, report: PublishReport, last: _Recorded) -> dict[TableName, str]:
