@@ -45,14 +45,12 @@ def test_what_the_server_here_lacks_is_replaced_and_named() -> None:
     structure = Structure({"nosuch_gis": "gis"}, ("CREATE SCHEMA shop",), (table, lost), (), '"$user", shop')
     with scratch_copy(structure) as copy:
         types = copy.conn.execute(
-            b"SELECT attname, atttypid::regtype::text, attgenerated FROM pg_attribute WHERE attrelid = 'odd'::regclass"
-            b" AND attnum > 0 ORDER BY attnum"
+            b"SELECT attname, atttypid::regtype::text, attgenerated FROM pg_attribute"
+            b" WHERE attrelid = 'odd'::regclass AND attnum > 0 ORDER BY attnum"
         ).fetchall()
         assert types == [("id", "integer", ""), ("area", "text", ""), ("twice", "integer", "")]
         assert ["nosuch_gis" in copy.lacking[0], "shop.child" in copy.lacking[1], len(copy.lacking)] == [True, True, 2]
-        with pytest.raises(
-            Refused, match=r"^m\.sql, line 3 fails in a copy of the source's structure: column \"x\" of relation \"odd\" does not"
-        ):
+        with pytest.raises(Refused, match=r"^m\.sql, line 3 fails in a copy of the source's structure: column \"x\" of"):
             run(copy, "m.sql", "SELECT 1;\n\nALTER TABLE odd DROP x;")
         with pytest.raises(Refused, match=r"m\.sql, line 1: \\i is a command of psql"):
             run(copy, "m.sql", "\\i other.sql")

@@ -303,7 +303,7 @@ def test_what_dagster_has_is_as_described(tmp_path: Path, monkeypatch: pytest.Mo
     sensors = [(sensor.name, "sensor") for sensor in repository.sensor_defs]
     schedules = [(schedule.name, "schedule") for schedule in repository.schedule_defs]
     assert sorted((row[0], row[1]) for row in told["Sensors and schedules"]) == sorted(sensors + schedules)
-    assert [row[0] for row in told["Checks"]] == [HEALTH_CHECK, FOLLOWED_CHECK, EQUALS_SOURCE_CHECK]
+    assert [row[0] for row in told["Checks"]] == [HEALTH_CHECK, FOLLOWED_CHECK, SCHEMA_CHECK, EQUALS_SOURCE_CHECK]
 
 
 def test_the_benchmarks_are_those_that_run() -> None:
