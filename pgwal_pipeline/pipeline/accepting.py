@@ -5,7 +5,7 @@ from typing import Any
 
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
-from pgwal_pipeline.messages.errors import SlotBusy, SourceUnavailable
+from pgwal_pipeline.messages.errors import SlotBusy, SlotLost, SourceUnavailable
 from pgwal_pipeline.messages.progress import Noted, Silent
 from pgwal_pipeline.pipeline import schema_policy
 from pgwal_pipeline.pipeline.drain import bootstrap
@@ -18,11 +18,13 @@ def accept(settings: Settings, tables: Sequence[TableName], *, warn: Callable[[s
 
     Without the source, or beside a drain, it is the schema as it was last recorded. Raises SourceRefused for a table that is not followed.
     """
-    try:
-        bootstrap(settings, progress=Noted(Silent()))
-    except (SourceUnavailable, SlotBusy) as error:
-        warn(f"{error} What was known of the source before is accepted.")
-    found = schema_policy.accept(Ledger(Lake(settings.lake)), tables)
+    ledger = Ledger(Lake(settings.lake))
+    if ledger.tables():
+        try:
+            bootstrap(settings, progress=Noted(Silent()))
+        except (SourceUnavailable, SlotBusy, SlotLost) as error:
+            warn(f"{error} What was known of the source before is accepted.")
+    found = schema_policy.accept(ledger, tables)
     return {
         "accepted": {
             str(table): {"changes": [str(change) for change in changes], "read_again": again} for table, (changes, again) in found.items()

@@ -191,7 +191,7 @@ def read_anew(ledger: Ledger, tables: Collection[TableName]) -> None:
 def _accepted(state: TableState) -> TableState:
     lacks = state.policy == FREEZE and _lacks(state)
     released = replace(state, accepted=None, held=None)
-    if not lacks or not state.is_read or state.state == "error" or state.relation is None or state.storage is None:
+    if not lacks or not state.is_read or state.relation is None or state.storage is None:
         return released
     entry = CatalogEntry(state.relation, state.storage)
     return read_again(released, entry, "the columns that it did not take were accepted")

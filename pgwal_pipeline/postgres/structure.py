@@ -119,7 +119,7 @@ _NOT_OF_EXTENSION = {
     for name in ("pg_type", "pg_class", "pg_proc", "pg_namespace")
 }
 _BEFORE = (
-    "SELECT pg_catalog.format('CREATE ROLE %I', rolname) FROM pg_catalog.pg_roles WHERE NOT pg_catalog.starts_with(rolname::text, 'pg_')",
+    "SELECT pg_catalog.format('CREATE ROLE %I SUPERUSER', rolname) FROM pg_catalog.pg_roles WHERE NOT pg_catalog.starts_with(rolname::text, 'pg_')",
     f"SELECT pg_catalog.format('CREATE SCHEMA IF NOT EXISTS %I', n.nspname) FROM pg_catalog.pg_namespace n WHERE {_USERS}",
     f"""SELECT pg_catalog.format('CREATE TYPE %I.%I AS ENUM (%s)', n.nspname, o.typname,
             (SELECT pg_catalog.string_agg(pg_catalog.quote_literal(e.enumlabel), ', ' ORDER BY e.enumsortorder)

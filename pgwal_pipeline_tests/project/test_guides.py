@@ -17,7 +17,7 @@ from bench.__main__ import NAMES as BENCHMARKS
 from bench.__main__ import main as bench
 from pgwal_pipeline import definitions as code_location
 from pgwal_pipeline import settings
-from pgwal_pipeline.asset_specs import _CURRENT_COLUMNS, _RAW_COLUMNS, EQUALS_SOURCE_CHECK, FOLLOWED_CHECK, HEALTH_CHECK
+from pgwal_pipeline.asset_specs import _CURRENT_COLUMNS, _RAW_COLUMNS, EQUALS_SOURCE_CHECK, FOLLOWED_CHECK, HEALTH_CHECK, SCHEMA_CHECK
 from pgwal_pipeline.cli import main
 from pgwal_pipeline.decode.types import _PLAIN
 from pgwal_pipeline.known_tables import _lake_type
