@@ -20,11 +20,12 @@ from pgwal_pipeline.postgres.catalog import fetch, running_transactions
 from pgwal_pipeline.postgres.connection import Connection
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.followed import followed_tables
+from pgwal_pipeline.postgres.publication import COMMENT, is_ours_to_make
 from pgwal_pipeline.postgres.sizes import table_sizes
 from pgwal_pipeline.postgres.structure import structure
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline.values.relation import TableName
-from pgwal_pipeline.values.table_options import FREEZE, STOP
+from pgwal_pipeline.values.relation import Relation, TableName
+from pgwal_pipeline.values.table_options import EXCLUDED, FREEZE, STOP
 from pgwal_pipeline.values.xid import Snapshot
 
 
@@ -68,14 +69,15 @@ def preview(settings: Settings, file: Path) -> Preview:
     text = scratch.read_file(file)
     with connect(settings.dsn) as conn:
         published = _published(conn, settings)
-        copied, through_root = structure(conn), _through_root(conn, settings)
+        copied, through_root, ours = structure(conn), _through_root(conn, settings), is_ours_to_make(conn, settings.publication)
         sizes = table_sizes(conn, list(published))
     with scratch.scratch_copy(copied) as copy:
-        scratch.publish(copy, settings.publication, list(published.values()), through_root=through_root)
+        scratch.publish(copy, settings.publication, list(published.values()), through_root=through_root, comment=COMMENT if ours else None)
         scratch.note_truncates(copy, [table.name for table in copied.tables])
         before = catalog_entries(copy.conn, settings.publication, settings.protection)
         scratch.run(copy, str(file), text)
         after = catalog_entries(copy.conn, settings.publication, settings.protection)
+        followed = {found.table: settings.protection.relation(found) for found in _followed(copy.conn, settings)}
         facts = StreamFacts(truncated=scratch.truncated(copy))
         ended = Snapshot.parse(running_transactions(copy.conn))
         refused = {found.oid: found.reason for found in candidate_tables(copy.conn, settings.tables) if found.reason is not None}
@@ -85,7 +87,7 @@ def preview(settings: Settings, file: Path) -> Preview:
     return Preview(
         {
             table: replace(
-                _outcome(settings, entry, by_oid.get(entry.relation.oid), after.get(table), refused, facts, ended, table in listed),
+                _outcome(settings, entry, by_oid.get(entry.relation.oid), followed.get(table), refused, facts, ended, table in listed),
                 bytes=sizes[table].bytes if table in sizes else 0,
             )
             for table, entry in before.items()
@@ -98,17 +100,17 @@ def _outcome(
     settings: Settings,
     before: CatalogEntry,
     now: CatalogEntry | None,
-    namesake: CatalogEntry | None,
+    namesake: Relation | None,
     refused: Mapping[int, str],
     facts: StreamFacts,
     ended: Snapshot,
     listed: bool,
 ) -> Outcome:
-    """Compare a table's catalog entries. `namesake` is the entry of the table that has its name afterwards."""
+    """Compare a table's catalog entries. `namesake` is the followed table that has its name afterwards."""
     had = before.relation.column_names
     if now is None:
         if namesake is not None:
-            lost = tuple(name for name in had if name not in namesake.relation.column_names)
+            lost = tuple(name for name in had if name not in namesake.column_names)
             return Outcome(True, "it would be dropped and made again", 0, lost)
         return Outcome(False, "it would be dropped, or would leave the publication", 0, had)
     if (reason := refused.get(now.relation.oid)) is not None:
@@ -128,7 +130,7 @@ def _outcome(
     found = foreseen(state, before, now, facts, ended, rewrites=settings.on_rewrite == "resnapshot")
     again = found.state == "pending"
     why = (found.reason or "").removeprefix(AGAIN) or None
-    if not again and listed and {*now.relation.column_names} - {*had}:
+    if not again and listed and _wanted(now) - _wanted(before):
         again, why = True, "its list of published columns would change"
     changed = differences(before.relation, now.relation)
     if changed and before.options.on_schema_change == STOP:
@@ -141,9 +143,14 @@ def _outcome(
     return Outcome(again, why, 0, lost)
 
 
+def _wanted(entry: CatalogEntry) -> set[str]:
+    """The columns that are not excluded."""
+    return {column.name for column in entry.storage.columns if entry.options.treatment(column.name) != EXCLUDED}
+
+
 def _published(conn: Connection, settings: Settings) -> dict[TableName, str]:
     """The tables that are followed, or would be, each as ALTER PUBLICATION takes it, with its column list and row filter."""
-    relations = followed_tables(conn, settings.publication, settings.tables)
+    relations = _followed(conn, settings)
     shapes: dict[int, str] = {}
     if conn.info.server_version >= 150000:
         rows = fetch(
@@ -157,6 +164,10 @@ def _published(conn: Connection, settings: Settings) -> dict[TableName, str]:
         )
         shapes = dict(rows)
     return {relation.table: f"{relation.table}{shapes.get(relation.oid, '')}" for relation in relations}
+
+
+def _followed(conn: Connection, settings: Settings) -> list[Relation]:
+    return followed_tables(conn, settings.publication, settings.tables)
 
 
 def _through_root(conn: Connection, settings: Settings) -> bool:

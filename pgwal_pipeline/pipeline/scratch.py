@@ -98,10 +98,11 @@ def _tried(scratch: Scratch, statement: str) -> bool:
     return True
 
 
-def publish(scratch: Scratch, publication: str, tables: Sequence[str], *, through_root: bool) -> None:
-    """Make a publication of `tables`, each with its column list and row filter as SQL has them."""
+def publish(scratch: Scratch, publication: str, tables: Sequence[str], *, through_root: bool, comment: str | None) -> None:
+    """Make a publication of `tables`, each with its column list and row filter as SQL has them, and with a comment."""
     conn = scratch.conn
     conn.execute(f"CREATE PUBLICATION {quote_ident(publication)} WITH (publish_via_partition_root = {str(through_root).lower()})".encode())
+    conn.execute(f"COMMENT ON PUBLICATION {quote_ident(publication)} IS ".encode() + b"%s", [comment])
     for table in tables:
         if not _tried(scratch, f"ALTER PUBLICATION {quote_ident(publication)} ADD TABLE {table}"):
             _tried(scratch, f"ALTER PUBLICATION {quote_ident(publication)} ADD TABLE {table.split(' (')[0]}")

@@ -85,7 +85,7 @@ class Table:
 class Structure:
     """A database's structure: `before` are statements for what tables need, `after` those for what needs tables, in an order that works.
 
-    `extensions` are names with their schemas. `schemas` are those of the search path that the source's role has.
+    `extensions` are names with their schemas. `search_path` is that of the source's role in its database.
     """
 
     extensions: Mapping[str, str]
@@ -98,7 +98,8 @@ class Structure:
 def structure(conn: Connection) -> Structure:
     """Return the structure of the database that `conn` is connected to. Raises the error that `dsn.translate` returns."""
     with conn.transaction():
-        path = fetch(conn, "SELECT pg_catalog.current_setting('search_path')")[0][0]
+        # That of the role and the database; this session has its own.
+        path = fetch(conn, "SELECT reset_val FROM pg_catalog.pg_settings WHERE name = 'search_path'")[0][0]
         # So that the server writes the schema of everything but its own.
         fetch(conn, "SELECT pg_catalog.set_config('search_path', '', true)")
         extensions = dict(
@@ -119,7 +120,9 @@ _NOT_OF_EXTENSION = {
     for name in ("pg_type", "pg_class", "pg_proc", "pg_namespace")
 }
 _BEFORE = (
-    "SELECT pg_catalog.format('CREATE ROLE %I SUPERUSER', rolname) FROM pg_catalog.pg_roles WHERE NOT pg_catalog.starts_with(rolname::text, 'pg_')",
+    # They may do all there, as each of them may do something here.
+    """SELECT pg_catalog.format('CREATE ROLE %I SUPERUSER', rolname) FROM pg_catalog.pg_roles
+       WHERE NOT pg_catalog.starts_with(rolname::text, 'pg_')""",
     f"SELECT pg_catalog.format('CREATE SCHEMA IF NOT EXISTS %I', n.nspname) FROM pg_catalog.pg_namespace n WHERE {_USERS}",
     f"""SELECT pg_catalog.format('CREATE TYPE %I.%I AS ENUM (%s)', n.nspname, o.typname,
             (SELECT pg_catalog.string_agg(pg_catalog.quote_literal(e.enumlabel), ', ' ORDER BY e.enumsortorder)

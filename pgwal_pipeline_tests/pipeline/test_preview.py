@@ -40,7 +40,7 @@ CREATE TABLE parted (at date, id int, PRIMARY KEY (at, id)) PARTITION BY RANGE (
 CREATE TABLE parted_1 PARTITION OF parted DEFAULT;
 CREATE TABLE base (id int PRIMARY KEY); CREATE TABLE heir (more int, PRIMARY KEY (id)) INHERITS (base);
 CREATE TABLE linked (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, other bigint REFERENCES plain, EXCLUDE (other WITH =));
-CREATE INDEX ON plain (lower(m::text)) WHERE id > 3;
+CREATE INDEX ON plain ((p + 1)) WHERE id > 3;
 CREATE VIEW seen AS SELECT id, v FROM ren; CREATE MATERIALIZED VIEW stored AS SELECT id FROM plain;
 INSERT INTO plain (p) VALUES (1); INSERT INTO part VALUES ('2024-02-02', 1), ('2025-02-02', 1); INSERT INTO trunc VALUES (1, 1);
 INSERT INTO dflt VALUES (1, 1); INSERT INTO rnd VALUES (1, 1); INSERT INTO typ VALUES (1, 'x'); INSERT INTO twicetr VALUES (1, 1)
@@ -104,7 +104,7 @@ def test_it_says_what_a_drain_then_does(source: Source, make_pipeline: MakePipel
     states = pipeline.ledger.tables().values()
     again = {oids[state.oid] for state in states if state.state == "pending" and state.oid in oids and generations.get(state.oid)}
     assert set(_said(found)) - {"anew"} == again
-    assert again == {"dflt", "rnd", "ren", "typ", "twicetr", "keyed", "ident", "vac", "part"}
+    assert again == {"dflt", "rnd", "ren", "typ", "twicetr", "keyed", "vac", "part"}
 
 
 @pytest.mark.parametrize(
