@@ -70,10 +70,10 @@ def test_a_quiet_source_stays_fresh_and_one_that_is_not_read_does_not(
 
         def states(hours: float, *, drained: bool) -> set[FreshnessState]:
             found = set()
-            for _ in range(round(hours * 12)):
+            for _ in range(round(hours * 6)):
                 if drained:
                     drain(settings, progress=Silent())
-                daemon.now += 240
+                daemon.now += 540
                 daemon.tick()
                 with freeze_time(daemon.now):
                     for _ in FreshnessDaemon().run_iteration(daemon.context):

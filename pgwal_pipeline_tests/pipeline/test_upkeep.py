@@ -62,10 +62,20 @@ def _path(pipeline: Pipeline) -> str:
     return pipeline.lake.current(_T)
 
 
-def test_the_newest_publish_names_what_upkeep_made(worn: Pipeline, spark: Any) -> None:
+def test_the_newest_publish_names_what_upkeep_made(worn: Pipeline, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before, path = worn.ledger.publish(), _path(worn)
     assert before is not None
-    done = _kept_up(worn, spark)
+    held: dict[str, bool] = {}
+
+    def hit(point: str) -> None:
+        if point.startswith("upkeep."):
+            held[point] = not _is_free(worn)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(failpoints, "hit", hit)
+        done = _kept_up(worn, spark)
+    # While files are rewritten nobody holds the lock of publishes; while they are committed upkeep does.
+    assert held == {"upkeep.rewritten": False, "upkeep.moved": True}
     assert (done.tables, done.rewritten, done.left, done.warnings) == (2, 1, 0, ())
     assert done.files >= 3
     after = worn.ledger.publish()
@@ -92,9 +102,26 @@ def _at(name: str, work: Callable[[], None], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(failpoints, "hit", hit)
 
 
-def test_a_publish_of_the_same_files_meanwhile_wins_and_upkeep_does_it_again(
+def _dies(point: str, worn: Pipeline, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upkeep that dies at `point` changes nothing."""
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    before = current.version(_path(worn))
+    with monkeypatch.context() as patched:
+        _at(point, die, patched)
+        with pytest.raises(KeyboardInterrupt):
+            _kept_up(worn, spark)
+    assert current.version(_path(worn)) == before
+    assert _is_free(worn)
+    worn.assert_current("public.t", "public.other")
+
+
+def test_after_one_that_died_a_publish_of_the_same_files_meanwhile_wins_and_upkeep_does_it_again(
     worn: Pipeline, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _dies("upkeep.moved", worn, spark, monkeypatch)
     _at("upkeep.rewritten", lambda: _change(worn, 7), monkeypatch)
     done = _kept_up(worn, spark)
     assert (done.rewritten, done.left) == (1, 0)
@@ -102,19 +129,6 @@ def test_a_publish_of_the_same_files_meanwhile_wins_and_upkeep_does_it_again(
     named = worn.ledger.publish()
     assert named is not None
     assert named.tables[_T].version == current.version(_path(worn))
-
-
-def test_who_publishes_waits_for_nothing_but_the_commit(worn: Pipeline, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While files are rewritten nobody holds the lock; while they are committed upkeep does."""
-    held: dict[str, bool] = {}
-
-    def hit(point: str) -> None:
-        if point.startswith("upkeep."):
-            held[point] = not _is_free(worn)
-
-    monkeypatch.setattr(failpoints, "hit", hit)
-    _kept_up(worn, spark)
-    assert held == {"upkeep.rewritten": False, "upkeep.moved": True}
 
 
 def _is_free(pipeline: Pipeline) -> bool:
@@ -125,20 +139,10 @@ def _is_free(pipeline: Pipeline) -> bool:
         return False
 
 
-@pytest.mark.parametrize("point", [pytest.param("upkeep.rewritten", marks=pytest.mark.soak), "upkeep.moved"])
-def test_upkeep_that_dies_changes_nothing_and_is_done_by_the_next(
-    point: str, worn: Pipeline, spark: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def die() -> None:
-        raise KeyboardInterrupt
-
-    before = current.version(_path(worn))
-    _at(point, die, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        _kept_up(worn, spark)
-    assert current.version(_path(worn)) == before
-    assert _is_free(worn)
-    worn.assert_current("public.t", "public.other")
+@pytest.mark.soak
+@pytest.mark.parametrize("point", ["upkeep.rewritten", "upkeep.moved"])
+def test_upkeep_that_dies_is_done_by_the_next(point: str, worn: Pipeline, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _dies(point, worn, spark, monkeypatch)
     assert _kept_up(worn, spark).rewritten == 1
     worn.assert_current("public.t", "public.other")
 

@@ -143,25 +143,14 @@ def test_what_becomes_of_an_engine(own: Engine) -> None:
     assert another != jvm
     assert not runs(jvm)
 
-    # Made by an older version of the pipeline.
-    text = json.dumps({**json.loads((own.folder.path / "engine.json").read_text()), "version": "0.0.1"})
-    write_private(own.folder.path / "engine.json", text)
-    newer = own.used()
-    assert newer != another
-    assert not runs(another)
-
     # A client that is killed takes its engine with it: nothing goes on without its run.
     client = own.use()
     assert answer(client) == "42"
     client.kill()
-    wait_for(lambda: not runs(newer), what="the engine of a client that was killed to end")
+    wait_for(lambda: not runs(another), what="the engine of a client that was killed to end")
     wait_for(lambda: own.folder.engine_pid() is None, what="its process to end")
-
-    # A JVM that died.
-    third = own.used()
-    os.kill(third, signal.SIGKILL)
     fourth = own.used()
-    assert fourth != third
+    assert fourth != another
 
     # The engine's own process killed: its JVM ends with it, and nothing stands in the next one's way.
     pid = own.folder.engine_pid()
@@ -176,6 +165,18 @@ def test_what_becomes_of_an_engine(own: Engine) -> None:
     wait_for(lambda: not runs(fifth), what="an engine that nobody uses to end")
     wait_for(lambda: own.folder.engine_pid() is None, what="its process to end")
     assert not own.folder.scratch.exists()
+
+
+@pytest.mark.soak
+def test_an_engine_of_an_older_version_and_one_whose_jvm_died_are_replaced(own: Engine) -> None:
+    older = own.used()
+    text = json.dumps({**json.loads((own.folder.path / "engine.json").read_text()), "version": "0.0.1"})
+    write_private(own.folder.path / "engine.json", text)
+    newer = own.used()
+    assert newer != older
+    assert not runs(older)
+    os.kill(newer, signal.SIGKILL)
+    assert own.used() != newer
 
 
 @pytest.mark.soak

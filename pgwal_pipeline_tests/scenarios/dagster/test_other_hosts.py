@@ -184,7 +184,7 @@ def test_runs_that_are_launched_elsewhere(daemon: SensorDaemon, source: Source, 
         statuses = [dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED]
         return not daemon.instance.get_runs(dg.RunsFilter(statuses=statuses))
 
-    wait_for(equal, seconds=240, pause=1, what=lambda: f"the first publish\n{logs(tmp_path)}")
+    wait_for(equal, seconds=240, pause=3, what=lambda: f"the first publish\n{logs(tmp_path)}")
     wait_for(idle, seconds=120, what="the first runs' end")
     before = {run.run_id for run in daemon.instance.get_runs()}
     source.sql("UPDATE orders SET total = total + 1 WHERE id % 2 = 0; DELETE FROM orders WHERE id % 10 = 3")
@@ -203,8 +203,8 @@ def test_runs_that_are_launched_elsewhere(daemon: SensorDaemon, source: Source, 
         found = daemon.instance.get_run_by_id(run.run_id)
         return found is not None and found.status == dg.DagsterRunStatus.FAILURE
 
-    wait_for(ended, seconds=60, pause=1, what="the run that was killed to be ended")
-    wait_for(equal, seconds=240, pause=1, what=lambda: f"the publish after the failure\n{logs(tmp_path)}")
+    wait_for(ended, seconds=60, pause=2, what="the run that was killed to be ended")
+    wait_for(equal, seconds=240, pause=3, what=lambda: f"the publish after the failure\n{logs(tmp_path)}")
     wait_for(idle, seconds=120, what="the runs' end")
     failures = daemon.instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.FAILURE]))
     assert [failed.run_id for failed in failures] == [run.run_id], logs(tmp_path)

@@ -147,7 +147,7 @@ def assert_raw_once(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("connect", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["own_spark", "connect"])
+@pytest.mark.parametrize("connect", [pytest.param(False, marks=pytest.mark.soak), True], ids=["own_spark", "connect"])
 def test_the_commands(connect: bool, place: Place, pipeline: Pipeline, tmp_path: Path) -> None:
     """With a Spark of the command's own first: the way of the keys and the jars to a JVM is another one there."""
     commands = Commands(tmp_path, pipeline.source.dsn)

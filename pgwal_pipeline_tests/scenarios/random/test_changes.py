@@ -20,7 +20,7 @@ from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.scenarios.random.rounds import Rounds
 from pgwal_pipeline_tests.support import Source, fresh_source
 
-_QUICK_SEED, _QUICK_ROUNDS = 5, 2
+_QUICK_SEED, _QUICK_ROUNDS = 5, 1
 _OWN = ("_pgwal_change", "_pgwal_first_lsn", "_pgwal_last_lsn")
 
 
