@@ -206,7 +206,7 @@ class AssetSpecs:
             | self._stored(
                 known,
                 self.lake.current(known.location),
-                _lake_schema(known, _CURRENT_COLUMNS),
+                current_schema(known),
                 {name: [raw, snapshot] for name in _names(known)},
             )
             | ({} if self.catalog is None else {"dagster/table_name": str(self.catalog.of(known.table))}),
@@ -215,6 +215,11 @@ class AssetSpecs:
     def _stored(self, known: KnownTable, path: str, schema: dg.TableSchema, lineage: Mapping[str, Sequence[dg.AssetKey]]) -> dict[str, Any]:
         options = self.options.of(known.table).to_json()
         return _stored(path, schema, lineage) | ({"pgwal/options": options} if options else {})
+
+
+def current_schema(known: KnownTable) -> dg.TableSchema:
+    """Return the columns of a current table, as Dagster shows them."""
+    return _lake_schema(known, _CURRENT_COLUMNS)
 
 
 def _named(layer: Layer, known: KnownTable) -> dict[str, Any]:

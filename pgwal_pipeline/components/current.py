@@ -9,18 +9,19 @@ from typing import Any
 
 import dagster as dg
 
-from pgwal_pipeline.asset_specs import FOLLOWED_CHECK
+from pgwal_pipeline.asset_specs import FOLLOWED_CHECK, current_schema
 from pgwal_pipeline.components.events import DATA_VERSION_TAG, announce, visible_metadata
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.observations import first_readings
 from pgwal_pipeline.components.schema_checks import schema_checks, schema_results, verdicts
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of
 from pgwal_pipeline.components.steps import Result, Step
+from pgwal_pipeline.known_tables import known
 from pgwal_pipeline.lake.records import TablePointer, TableState
 from pgwal_pipeline.messages import progress
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.pipeline.reports import PublishReport, TablePublish, publish_json
-from pgwal_pipeline.pipeline.schema_policy import Difference, summary
+from pgwal_pipeline.pipeline.schema_policy import Difference, frozen_difference, summary
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import TableName
@@ -43,12 +44,12 @@ def build_publish(source: CdcSource) -> Step:
         last = _last_recorded(context, source)
         report = _publish(context, source, tables)
         changed = _changed(context, source, report, last)
-        results = side_by_side(lambda one: _result(source, report, *one, whole=tables is None), list(changed.items()))
+        states = _states(slot_of(context, source).settings)
+        results = side_by_side(lambda one: _result(source, report, *one, states, whole=tables is None), list(changed.items()))
         if tables is None and not last.seen:
             first_readings(context, source)
         announce(context, [source.names.current(table) for table in changed])
         yield from results
-        states = _states(slot_of(context, source).settings)
         reasons = {table: state.trouble for table, state in states.items() if state.trouble is not None}
         yield from _followed(source, report, reasons, last)
         schemas = verdicts(states)
@@ -63,12 +64,12 @@ def build_publish(source: CdcSource) -> Step:
         frozenset({source.slot_key, source.spark_key}),
         work,
         asset=source.assets.current,
-        check=lambda known: dg.AssetCheckSpec(
+        check=lambda found: dg.AssetCheckSpec(
             FOLLOWED_CHECK,
-            asset=source.names.current(known.table),
+            asset=source.names.current(found.table),
             description="Fails when the table's changes cannot be merged. The other tables go on.",
         ),
-        more_checks=lambda known: schema_checks(source, known),
+        more_checks=lambda found: schema_checks(source, found),
     )
 
 
@@ -207,8 +208,13 @@ def _recorded_versions(context: StepContext, keys: Iterable[dg.AssetKey]) -> dic
     return recorded
 
 
-def _result(source: CdcSource, report: PublishReport, table: TableName, version: str, *, whole: bool) -> dg.MaterializeResult:
+def _result(
+    source: CdcSource, report: PublishReport, table: TableName, version: str, states: Mapping[TableName, TableState], *, whole: bool
+) -> dg.MaterializeResult:
     metadata = _metadata(report, table, whole=whole)
+    state = states.get(table)
+    if state is not None and state.accepted is not None and frozen_difference(state):
+        metadata["dagster/column_schema"] = current_schema(known(state.accepted, {}))
     return dg.MaterializeResult(asset_key=source.names.current(table), metadata=metadata, data_version=dg.DataVersion(version))
 
 

@@ -34,13 +34,18 @@ def test_a_frozen_table_warns_with_the_difference(
     set_environment(monkeypatch, tmp_path, source.dsn, PGWAL_BUSY_TIMEOUT="1s")
     options = {"public.goods": {"on_schema_change": "freeze"}}
     settings = Settings.from_environment(table_options=options)
+    shown: dict[dg.AssetKey, object] = {}
     with project(tmp_path, {"cdc": {"tables": options}}) as definitions, dagster_instance() as instance:
 
         def run(job: str) -> list[dg.AssetCheckEvaluation]:
             key = window_key(next_target(settings)) if job == "sync" else None
             if key is not None:
                 instance.add_dynamic_partitions("wal_windows", [key])
-            return _verdicts(definitions.resolve_job_def(job).execute_in_process(instance=instance, partition_key=key))
+            ran = definitions.resolve_job_def(job).execute_in_process(instance=instance, partition_key=key)
+            for event in ran.get_asset_materialization_events():
+                made = event.step_materialization_data.materialization
+                shown[made.asset_key] = made.metadata.get("dagster/column_schema")
+            return _verdicts(ran)
 
         graph = definitions.resolve_asset_graph()
         assert [check.asset_key for check in graph.asset_check_keys if check.name == SCHEMA_CHECK] == [GOODS]
@@ -50,8 +55,12 @@ def test_a_frozen_table_warns_with_the_difference(
         source.sql("INSERT INTO goods VALUES (1, 1)")
         (right,) = run("sync")
         assert right.passed
+        assert shown[GOODS] is None  # the definitions say it
         source.sql('ALTER TABLE goods ADD "odd | one" text, DROP n; INSERT INTO goods VALUES (2)')
         (found,) = run("sync")
+        schema = shown[GOODS]
+        assert isinstance(schema, dg.TableSchemaMetadataValue)
+        assert [column.name for column in schema.schema.columns][:2] == ["id", "n"]
         source.sql("INSERT INTO others VALUES (1)")
         assert run("sync") == []  # nothing new
     assert (found.passed, found.severity) == (False, dg.AssetCheckSeverity.WARN)

@@ -1,6 +1,7 @@
 """What a table's option `on_schema_change` makes of a change; the scenarios of options have it with a source and a lake."""
 
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
@@ -87,3 +88,11 @@ def test_other_protection() -> None:
     assert kept is not None
     assert kept.column_names == ("id", "b")
     assert otherwise_protected(WAS, entry("stop", NOW)) is None
+
+
+def test_a_table_in_error_that_is_held_back_too() -> None:
+    failed = replace(state("stop", NOW, WAS).failed("merge", "It failed.", datetime.now(UTC)), held="it is held back: why")
+    assert failed.trouble == "It failed. Table public.t: it is held back: why."
+    assert replace(failed, held=None).trouble == "It failed."
+    assert replace(failed, state="ready").trouble == "Table public.t: it is held back: why."
+    assert replace(failed, state="ready", held=None).trouble is None
