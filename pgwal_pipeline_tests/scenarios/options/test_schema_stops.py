@@ -15,6 +15,7 @@ from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline_tests.pipelines import Pipeline, killed
 from pgwal_pipeline_tests.scenarios.options.policies import GOODS, SALES, make_tables, rows, with_policy
+from pgwal_pipeline_tests.scenarios.tables.altering import while_the_stream_is_read
 from pgwal_pipeline_tests.support import Source
 
 PUBLISHED = [(1, "ink", 5, "a"), (2, "pen", 7, "b")]
@@ -170,3 +171,32 @@ def test_only_a_table_that_is_followed_can_be_accepted(source: Source, pipeline:
     with pytest.raises(SourceRefused, match=r"Table public\.nosuch is not followed"):
         schema_policy.accept(pipeline.ledger, [GOODS, TableName("public", "nosuch")])
     assert schema_policy.accept(pipeline.ledger, [GOODS]) == {GOODS: ((), True)}
+
+
+def test_altered_while_the_stream_is_read(source: Source, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look at the catalog is from before: raw has rows with the new columns, and `current` must not."""
+    make_tables(source)
+    source.sql("CREATE TABLE icy (id int PRIMARY KEY, v int); INSERT INTO icy VALUES (1, 1)")
+    rules = {"public.goods": {"on_schema_change": "stop"}, "public.icy": {"on_schema_change": "freeze"}}
+    values = {**pipeline.settings.model_dump(exclude_unset=True), "table_options": rules}
+    mixed = Pipeline(source, type(pipeline.settings).from_environment({}, **values), pipeline.spark)
+    mixed.sync()
+
+    def alter_them() -> None:
+        source.sql("UPDATE goods SET stock = 0; ALTER TABLE goods ADD color text; INSERT INTO goods VALUES (3, 'cap', 1, 'c', 'red')")
+        source.sql(
+            "ALTER TABLE icy ADD w int; INSERT INTO icy VALUES (2, 2, 2); ALTER TABLE icy RENAME v TO u; INSERT INTO icy VALUES (3, 3)"
+        )
+        source.sql("UPDATE sales SET n = 9")
+
+    while_the_stream_is_read(mixed, monkeypatch, alter_them)
+    mixed.publish()
+    assert rows(mixed) == PUBLISHED
+    assert rows(mixed, SALES) == [(1, 9)]
+    mixed.sync()
+    icy = TableName("public", "icy")
+    assert rows(mixed, icy) == [(1, 1), (2, 2), (3, None)]
+    assert rows(mixed) == PUBLISHED
+    schema_policy.accept(mixed.ledger, [GOODS, icy])
+    mixed.sync()
+    mixed.assert_current("public.goods", "public.icy", "public.sales")
