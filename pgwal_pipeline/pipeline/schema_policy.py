@@ -40,7 +40,8 @@ class Taken:
     """What `current` takes of a table: `relation` has only the columns that it takes, with the types that it keeps.
 
     `arriving` are the same columns with the types that they have in raw and snapshots, None if these are the same. `keep` are columns that
-    `current` has and that get no values any more. `order` is the order of all of them, empty for the usual one.
+    `current` has and that get no values any more; those of them that `relation` has may have some from before. `order` is the order of all
+    of them, empty for the usual one.
     """
 
     relation: Relation
@@ -66,7 +67,9 @@ def taken(state: TableState) -> Taken:
     if state.accepted is None or state.policy != FREEZE:
         return Taken(state.relation, state.dropped)
     now = _by_name(state.relation)
-    columns = [(column, now[column.name]) for column in state.accepted.columns if column.name in now]
+    # Rows that were written before a column was gone may be merged after that. Rows without a key are told apart by what they have now.
+    whole = bool(state.relation.key)
+    columns = [(column, now.get(column.name, column)) for column in state.accepted.columns if whole or column.name in now]
     kept = replace(state.relation, columns=tuple(was for was, _ in columns))
     arriving = replace(state.relation, columns=tuple(found for _, found in columns))
     left = [name for name in state.accepted.column_names if name not in now]

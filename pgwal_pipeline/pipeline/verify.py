@@ -113,8 +113,9 @@ def _compared(
         kept = relation if found is None else found.relation
         arriving = None if found is None or found.arriving is None else schema_json(copy_schema(found.arriving))
         kept_json = schema_json(copy_schema(kept))
+        compared = [name for name in kept.column_names if name in relation.column_names]
         result = compare.compare(
-            spark_factory(), expected, path, version, key=kept.key, columns=kept.column_names, kept_json=kept_json, arriving_json=arriving
+            spark_factory(), expected, path, version, key=kept.key, columns=compared, kept_json=kept_json, arriving_json=arriving
         )
     finally:
         compare.remove(expected)

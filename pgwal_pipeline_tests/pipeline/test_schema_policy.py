@@ -43,10 +43,12 @@ def test_differences() -> None:
 
 def test_what_current_takes_of_a_frozen_table() -> None:
     found = taken(state("freeze", NOW, WAS))
-    assert found.relation.columns == WAS.columns[:2]
+    assert found.relation.columns == WAS.columns
     assert found.arriving is not None
-    assert found.arriving.column_names == ("id", "a")
+    assert [column.type for column in found.arriving.columns] == [INT, BIG, TEXT]
     assert (found.keep, found.order) == (("b",), ("id", "a", "b"))
+    bag = taken(state("freeze", replace(NOW, key=()), WAS))
+    assert bag.relation.column_names == ("id", "a")
     assert taken(state("propagate", NOW, None)).relation == NOW
     assert taken(state("stop", NOW, WAS)).relation == NOW
 
