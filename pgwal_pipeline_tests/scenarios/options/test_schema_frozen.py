@@ -79,6 +79,7 @@ def test_a_type_is_kept_and_what_it_cannot_hold_is_text(source: Source, pipeline
     frozen.assert_current("public.goods", "public.sales")
 
 
+@pytest.mark.soak
 def test_frozen_late_stopped_and_free_again(source: Source, pipeline: Pipeline) -> None:
     make_tables(source)
     pipeline.sync()
@@ -102,7 +103,7 @@ def test_frozen_late_stopped_and_free_again(source: Source, pipeline: Pipeline) 
     pipeline.assert_current("public.goods")
 
 
-@pytest.mark.parametrize("identity", ["FULL", "DEFAULT"])
+@pytest.mark.parametrize("identity", ["FULL", pytest.param("DEFAULT", marks=pytest.mark.soak)])
 def test_altered_while_the_stream_is_read_and_several_times(identity: str, source: Source, pipeline: Pipeline) -> None:
     make_tables(source)
     if identity == "FULL":

@@ -95,6 +95,7 @@ def test_what_costs_a_reading_is_read_once_it_is_accepted(source: Source, pipeli
     named.assert_current("public.wares", "public.more")
 
 
+@pytest.mark.soak
 def test_a_change_that_is_taken_back_lets_the_table_go_on(source: Source, pipeline: Pipeline) -> None:
     make_tables(source)
     stopped = with_policy(pipeline, "stop")
@@ -108,6 +109,7 @@ def test_a_change_that_is_taken_back_lets_the_table_go_on(source: Source, pipeli
     stopped.assert_current("public.goods")
 
 
+@pytest.mark.soak
 def test_the_option_comes_late_and_goes(source: Source, pipeline: Pipeline) -> None:
     make_tables(source)
     pipeline.sync()
@@ -120,7 +122,7 @@ def test_the_option_comes_late_and_goes(source: Source, pipeline: Pipeline) -> N
     pipeline.assert_current("public.goods")
 
 
-@pytest.mark.parametrize("way", ["snapshot", "key"])
+@pytest.mark.parametrize("way", ["snapshot", pytest.param("key", marks=pytest.mark.soak)])
 def test_other_ways_to_stop_and_to_go_on(way: str, source: Source, pipeline: Pipeline) -> None:
     make_tables(source)
     pipeline.settings = pipeline.settings.model_copy(update={"on_table_error": "resnapshot"})  # which is about errors alone
@@ -150,7 +152,7 @@ def test_a_kill_at_any_point_of_what_follows(source: Source, pipeline: Pipeline)
     options = {"PGWAL_TABLE_OPTIONS": '{"public.goods": {"on_schema_change": "stop"}}'}
     source.sql("ALTER TABLE goods ADD color text; INSERT INTO goods VALUES (3, 'cap', 1, 'c', 'red')")
     drain = "from pgwal_pipeline.pipeline.drain import drain\ndrain(settings, progress=progress)"
-    for point in ("drain.after_files", "drain.before_complete", "drain.before_confirm"):
+    for point in ("drain.after_files", "drain.before_complete"):
         killed(stopped, drain, point, **options)
         stopped.publish()
         assert rows(stopped) == PUBLISHED
