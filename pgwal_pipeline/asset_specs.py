@@ -52,9 +52,13 @@ TABLE, LAYER = "pgwal/table", "pgwal/layer"
 REPORT = "pgwal/report"
 """The metadata entry of the slot's observations that holds a step's report as JSON."""
 
+LINEAGE = "dagster/column_lineage"
+"""The metadata entry of Dagster's that says where columns come from."""
+
 HEALTH_CHECK = "health"
 FOLLOWED_CHECK = "followed"
 EQUALS_SOURCE_CHECK = "equals_source"
+SCHEMA_CHECK = "schema"
 
 _RAW_COLUMNS = (
     (OP, "string", "I insert, U update, D delete, T truncate, K the old key of a key change"),
@@ -247,7 +251,7 @@ class AssetSpecs:
             | self._stored(
                 known,
                 self.lake.current(known.location),
-                _lake_schema(known, (*_CURRENT_COLUMNS, *(_DELETED_COLUMNS if self.options.of(known.table).keeps_deleted else ()))),
+                current_schema(known, keeps_deleted=self.options.of(known.table).keeps_deleted),
                 {name: [raw, snapshot] for name in _names(known)},
             )
             | ({} if self.catalog is None else {"dagster/table_name": str(self.catalog.of(known.table))}),
@@ -279,6 +283,11 @@ class AssetSpecs:
     def _stored(self, known: KnownTable, path: str, schema: dg.TableSchema, lineage: Mapping[str, Sequence[dg.AssetKey]]) -> dict[str, Any]:
         options = self.options.of(known.table).to_json()
         return _stored(path, schema, lineage) | ({"pgwal/options": options} if options else {})
+
+
+def current_schema(known: KnownTable, *, keeps_deleted: bool) -> dg.TableSchema:
+    """Return the columns of a current table, as Dagster shows them."""
+    return _lake_schema(known, (*_CURRENT_COLUMNS, *(_DELETED_COLUMNS if keeps_deleted else ())))
 
 
 def _named(layer: Layer, known: KnownTable) -> dict[str, Any]:
@@ -335,7 +344,7 @@ def _stored(path: str, schema: dg.TableSchema, lineage: Mapping[str, Sequence[dg
         "dagster/uri": path,
         "dagster/storage_kind": "deltalake",
         "dagster/column_schema": schema,
-        "dagster/column_lineage": dg.TableColumnLineage(
+        LINEAGE: dg.TableColumnLineage(
             {name: [dg.TableColumnDep(asset_key=key, column_name=name) for key in upstream] for name, upstream in lineage.items()}
         ),
     }

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -257,6 +258,60 @@ def resnapshot(tables: tuple[str, ...], every: bool, as_json: bool) -> None:
         raise click.UsageError("name the tables to read again, or --all.")
     names = None if every else _table_names(tables)
     _run(as_json, lambda runs, settings, source: runs.resnapshot(settings, names, source))
+
+
+@main.command()
+@click.argument("tables", nargs=-1, required=True, metavar="TABLE...")
+@_json_option
+@_command
+def accept(tables: tuple[str, ...], as_json: bool) -> None:
+    """Take the schema of tables that their option on_schema_change has kept back; the next publish has it."""
+    with _quiet_stdout():
+        settings, names = _settings(), _table_names(tables)
+        from pgwal_pipeline.pipeline.accepting import accept as accepted
+
+        answer = accepted(settings, names, warn=lambda text: click.echo(f"pgwal: {text}", err=True))
+
+    def lines() -> Iterator[str]:
+        for name, table in answer["accepted"].items():
+            changes = ", ".join(table["changes"]) or "nothing was kept back"
+            yield f"{name}: {changes}{'; it is read again' if table['read_again'] else ''}"
+        yield "`pgwal sync` publishes them."
+
+    _answer(as_json, answer, lines)
+
+
+@main.command()
+@click.argument("file", metavar="FILE.sql", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@_json_option
+@_command
+def preview(file: Path, as_json: bool) -> None:
+    """Try a migration in a copy of the source's structure: what would be read again, what would be lost. Exit 3 for either."""
+    with _quiet_stdout():
+        settings = _settings()
+        from pgwal_pipeline.pipeline import preview as previews
+
+        found = previews.preview(settings, file)
+        from pgwal_pipeline.lineage import columns_lost
+
+        lost, warnings = columns_lost(settings, previews.lost_columns(found))
+    answer = found.to_json(lost, warnings)
+
+    def lines() -> Iterator[str]:
+        for name, table in answer["tables"].items():
+            if table["why"] is not None:
+                again = f"read again ({table['bytes']:,} bytes): " if table["read_again"] else ""
+                yield f"{name}: {again}{table['why']}"
+        for column in lost:
+            yield f"lost: column {column['column']} of {column['asset']} (from {column['source']})"
+        for warning in answer["warnings"]:
+            yield f"warning: {warning}"
+        if not lost and not any(table["why"] for table in answer["tables"].values()):
+            yield "nothing is read again, and nothing is lost"
+
+    _answer(as_json, answer, lines)
+    if lost or any(table["read_again"] for table in answer["tables"].values()):
+        raise SystemExit(3)
 
 
 @main.command()

@@ -154,7 +154,8 @@ def verify(
 def _read_again(settings: Settings) -> Part:
     """Return warnings naming the tables that have to be read again, and why."""
     states = Ledger(Lake(settings.lake)).tables().values()
-    return {"warnings": [f"Table {state.table}: {state.reason}." for state in states if state.state == "pending" and state.reason]}
+    again = [state for state in states if state.state == "pending" and state.reason and state.held is None]
+    return {"warnings": [f"Table {state.table}: {state.reason}." for state in again]}
 
 
 def _drain(settings: Settings, run: "Runner", job: str) -> list[Part]:

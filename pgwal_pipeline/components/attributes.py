@@ -48,7 +48,7 @@ MEANINGS = {
     "spark_remote": "A Spark Connect server instead of a session of our own",
     "spark_idle": "How long the warm engine of a local master outlives its last use",
     "spark_conf": "More Spark settings",
-    "table_options": "What must not arrive of single tables",
+    "table_options": "What must not arrive of single tables, and what a change of their columns leads to",
     "hash_key": "The key of hashed columns. Take it from the environment, as in '{{ env.HASH_KEY }}': the file is no place for it",
     "spark_catalog": "Each current table is registered there after a publish",
 }

@@ -9,16 +9,19 @@ from typing import Any
 
 import dagster as dg
 
-from pgwal_pipeline.asset_specs import FOLLOWED_CHECK
+from pgwal_pipeline.asset_specs import FOLLOWED_CHECK, current_schema
 from pgwal_pipeline.components.events import DATA_VERSION_TAG, announce, visible_metadata
 from pgwal_pipeline.components.failures import at_work
 from pgwal_pipeline.components.observations import first_readings
+from pgwal_pipeline.components.schema_checks import schema_checks, schema_results, verdicts
 from pgwal_pipeline.components.source import CdcSource, StepContext, observe_slot, session_of, slot_of
 from pgwal_pipeline.components.steps import Result, Step
-from pgwal_pipeline.lake.records import TablePointer
+from pgwal_pipeline.known_tables import known
+from pgwal_pipeline.lake.records import TablePointer, TableState
 from pgwal_pipeline.messages import progress
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.pipeline.reports import PublishReport, publish_json
+from pgwal_pipeline.pipeline.schema_policy import Difference, frozen_difference, summary
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.relation import TableName
@@ -41,7 +44,8 @@ def build_publish(source: CdcSource) -> Step:
         last = _last_recorded(context, source)
         report = _publish(context, source, tables)
         changed = _changed(context, source, report, last)
-        results = side_by_side(lambda one: _result(source, report, *one, whole=tables is None), list(changed.items()))
+        states = _states(slot_of(context, source).settings)
+        results = side_by_side(lambda one: _result(source, report, *one, states, whole=tables is None), list(changed.items()))
         pasts = _changed_histories(context, source, report, last)
         if tables is None and not last.seen:
             first_readings(context, source)
@@ -49,9 +53,11 @@ def build_publish(source: CdcSource) -> Step:
         yield from results
         for table, version in pasts.items():
             yield _history_result(source, report, table, version)
-        reasons = _errors(slot_of(context, source).settings)
+        reasons = {table: state.trouble for table, state in states.items() if state.trouble is not None}
         yield from _followed(source, report, reasons, last)
-        _observe(context, source, report, changed, reasons if tables is None else None)
+        schemas = verdicts(states)
+        yield from schema_results(source, schemas, last.schemas)
+        _observe(context, source, report, changed, reasons if tables is None else None, schemas)
 
     return Step(
         source,
@@ -61,12 +67,13 @@ def build_publish(source: CdcSource) -> Step:
         frozenset({source.slot_key, source.spark_key}),
         work,
         asset=source.assets.current,
-        second=lambda known: source.assets.history(known) if source.assets.options.of(known.table).history else None,
-        check=lambda known: dg.AssetCheckSpec(
+        second=lambda found: source.assets.history(found) if source.assets.options.of(found.table).history else None,
+        check=lambda found: dg.AssetCheckSpec(
             FOLLOWED_CHECK,
-            asset=source.names.current(known.table),
+            asset=source.names.current(found.table),
             description="Fails when the table's changes cannot be merged. The other tables go on.",
         ),
+        more_checks=lambda found: schema_checks(source, found),
     )
 
 
@@ -84,13 +91,14 @@ def _publish(context: StepContext, source: CdcSource, tables: Iterable[TableName
 class _Recorded:
     """What Dagster has of a publish: where its tables stood, and the quoted names of the tables whose check failed, with the reasons.
 
-    `seen`: whether first readings were recorded, by that publish or before.
+    `seen`: whether first readings were recorded, by that publish or before. `schemas` are the verdicts of the check `schema`.
     """
 
     tables: Mapping[TableName, TablePointer] = field(default_factory=dict)
     histories: Mapping[TableName, TablePointer] = field(default_factory=dict)
     failing: Mapping[str, str] = field(default_factory=dict)
     seen: bool = False
+    schemas: Mapping[str, str] = field(default_factory=dict)
 
 
 def _last_recorded(context: StepContext, source: CdcSource) -> _Recorded:
@@ -106,7 +114,9 @@ def _last_recorded(context: StepContext, source: CdcSource) -> _Recorded:
         if isinstance(entry, dg.JsonMetadataValue) and isinstance(entry.data, dict):
             same = entry.data["publish"] == _digest(publish.tables, publish.histories)
             seen = bool(entry.data.get("seen"))
-            return _Recorded(publish.tables, publish.histories, entry.data["failing"], seen) if same else _Recorded(seen=seen)
+            if not same:
+                return _Recorded(seen=seen)
+            return _Recorded(publish.tables, publish.histories, entry.data["failing"], seen, entry.data.get("schemas", {}))
     return _Recorded()
 
 
@@ -117,7 +127,12 @@ def _digest(tables: Mapping[TableName, TablePointer], histories: Mapping[TableNa
 
 
 def _observe(
-    context: StepContext, source: CdcSource, report: PublishReport, changed: Collection[TableName], failing: Mapping[TableName, str] | None
+    context: StepContext,
+    source: CdcSource,
+    report: PublishReport,
+    changed: Collection[TableName],
+    failing: Mapping[TableName, str] | None,
+    schemas: Mapping[TableName, tuple[Difference, ...]],
 ) -> None:
     """Record the numbers on the slot's asset, after everything else; the report names only the tables that changed or failed.
 
@@ -136,9 +151,11 @@ def _observe(
         if failing is not None:
             reasons = {str(table): reason for table, reason in failing.items()}
             pointers = {name: TablePointer(found.path, found.version) for name, found in report.tables.items() if found.version is not None}
-            more[_RECORDED] = dg.MetadataValue.json({"publish": _digest(pointers, report.histories), "failing": reasons, "seen": True})
-    told = {table: publish for table, publish in report.tables.items() if table in changed or publish.errors}
-    observe_slot(context, source, numbers, publish_json(replace(report, tables=told)), more)
+            differing = {str(table): summary(found) for table, found in schemas.items()}
+            told = {"publish": _digest(pointers, report.histories), "failing": reasons, "seen": True, "schemas": differing}
+            more[_RECORDED] = dg.MetadataValue.json(told)
+    shown = {table: publish for table, publish in report.tables.items() if table in changed or publish.errors}
+    observe_slot(context, source, numbers, publish_json(replace(report, tables=shown)), more)
 
 
 def _followed(source: CdcSource, report: PublishReport, reasons: Mapping[TableName, str], last: _Recorded) -> Iterator[dg.AssetCheckResult]:
@@ -151,13 +168,12 @@ def _followed(source: CdcSource, report: PublishReport, reasons: Mapping[TableNa
             )
 
 
-def _errors(settings: Settings) -> dict[TableName, str]:
-    """Return the tables in state `error`, each with its reason."""
+def _states(settings: Settings) -> dict[TableName, TableState]:
+    """Return the states of all tables."""
     from pgwal_pipeline.lake.layout import Lake
     from pgwal_pipeline.lake.ledger import Ledger
 
-    states = Ledger(Lake(settings.lake)).tables().values()
-    return {state.table: state.reason or "No reason was given." for state in states if state.state == "error"}
+    return Ledger(Lake(settings.lake)).tables()
 
 
 def _changed(context: StepContext, source: CdcSource, report: PublishReport, last: _Recorded) -> dict[TableName, str]:
@@ -209,8 +225,15 @@ def _recorded_versions(context: StepContext, keys: Iterable[dg.AssetKey]) -> dic
     return recorded
 
 
-def _result(source: CdcSource, report: PublishReport, table: TableName, version: str, *, whole: bool) -> dg.MaterializeResult:
+def _result(
+    source: CdcSource, report: PublishReport, table: TableName, version: str, states: Mapping[TableName, TableState], *, whole: bool
+) -> dg.MaterializeResult:
     metadata = _metadata(report, table, whole=whole)
+    state = states.get(table)
+    if state is not None and state.accepted is not None and frozen_difference(state):
+        metadata["dagster/column_schema"] = current_schema(
+            known(state.accepted, {}), keeps_deleted=source.assets.options.of(table).keeps_deleted
+        )
     return dg.MaterializeResult(asset_key=source.names.current(table), metadata=metadata, data_version=dg.DataVersion(version))
 
 

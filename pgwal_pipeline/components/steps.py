@@ -5,7 +5,7 @@ be selected and materialized there. An op costs the same however many tables the
 is planned and has an output, even if nothing was done for it. An op also runs while no table is known; the first run has to.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +29,10 @@ class Step:
     """A step of `source` called `name` in jobs and `graph_name` in the asset graph, which needs the resources with the keys `resources`.
 
     For each table it materializes the `asset`, and `second` where that is not None, and runs the `check`; asset or check may be missing.
-    Both are built for the asset graph only: with many tables that takes longer than a run. `partitions` are those of its jobs; an asset's
-    are in its spec. With `idle` an asset that a run selects and that has no result is materialized with this metadata. `tables_config`: the
-    description of a config field `tables` that selects tables by name (schema.table); with None the step has no config.
+    Both are built for the asset graph only: with many tables that takes longer than a run. `more_checks` are further checks of a table that
+    has an asset. `partitions` are those of its jobs; an asset's are in its spec. With `idle` an asset that a run selects and that has no
+    result is materialized with this metadata. `tables_config`: the description of a config field `tables` that selects tables by name
+    (schema.table); with None the step has no config.
     """
 
     source: CdcSource
@@ -43,6 +44,7 @@ class Step:
     asset: Callable[[KnownTable], dg.AssetSpec] | None = None
     second: Callable[[KnownTable], dg.AssetSpec | None] | None = None
     check: Callable[[KnownTable], dg.AssetCheckSpec] | None = None
+    more_checks: Callable[[KnownTable], Iterable[dg.AssetCheckSpec]] | None = None
     partitions: dg.PartitionsDefinition | None = None
     idle: Mapping[str, Any] | None = None
     tables_config: str | None = None
@@ -88,7 +90,7 @@ def _assets(step: Step, asset: Callable[[KnownTable], dg.AssetSpec]) -> dg.Asset
         name=step.source.named(step.graph_name),
         description=step.description,
         specs=specs,
-        check_specs=[_safe(check, given) for check in _check_specs(step)],
+        check_specs=[_safe(check, given) for check in [*_check_specs(step), *_further_checks(step)]],
         can_subset=True,
         required_resource_keys=set(step.resources),
         config_schema=_config(step),
@@ -144,6 +146,10 @@ class _ManyChecks(dg.AssetChecksDefinition):
 
 def _check_specs(step: Step) -> list[dg.AssetCheckSpec]:
     return [] if step.check is None else [step.check(known) for known in step.source.tables]
+
+
+def _further_checks(step: Step) -> list[dg.AssetCheckSpec]:
+    return [] if step.more_checks is None else [check for known in step.source.tables for check in step.more_checks(known)]
 
 
 def _safe(check: dg.AssetCheckSpec, given: Mapping[dg.AssetKey, dg.AssetKey]) -> dg.AssetCheckSpec:

@@ -4,6 +4,7 @@ NaN equals NaN, -0.0 does not equal 0.0, and the texts in `_pgwal_text` of the c
 the keys of some rows that differ.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +15,7 @@ from deltalake import write_deltalake
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
-from pgwal_pipeline.lake import fold, kept
+from pgwal_pipeline.lake import fold, frozen, kept
 from pgwal_pipeline.lake.bag import with_texts
 from pgwal_pipeline.lake.columns import exact, exact_row, key_parts, literal, quote, same_types, text_of
 from pgwal_pipeline.lake.delta import lake_errors
@@ -69,13 +70,16 @@ def compare(
     key: Sequence[str],
     columns: Sequence[str] | None = None,
     keys: str | None = None,
+    kept_json: str | None = None,
+    arriving_json: str | None = None,
 ) -> Comparison:
     """Compare `actual` with `expected`, the paths of two Delta tables, by `key`, or as bags of rows if it is empty.
 
     Deleted rows that `actual` keeps do not count. `version` is that of `actual`, by default the newest. `columns` are the columns to
-    compare, by default all of the expected ones; their texts in `_pgwal_text` are compared if both tables have it. Raises LakeError for a
-    column that `actual` lacks or has with another type, or if Spark fails. With `keys`, the path of a Delta table with the key's columns
-    and `_pgwal_text`, only rows of `actual` with such keys are compared.
+    compare, by default all of the expected ones; their texts in `_pgwal_text` are compared if both tables have it. `arriving_json` is the
+    schema of those columns in `expected`, if `actual` keeps other types, which `kept_json` has. Raises LakeError for a column that `actual`
+    lacks or has with another type, or if Spark fails. With `keys`, the path of a Delta table with the key's columns and `_pgwal_text`, only
+    rows of `actual` with such keys are compared.
     """
     with isolated(spark, conf_for(written_rows(expected) + written_rows(actual))) as session:
         ours = _read(session, expected, None)
@@ -83,6 +87,8 @@ def compare(
         theirs = kept.living(whole, whole.columns)
         if keys is not None:
             theirs = fold.matching(theirs, _read(session, keys, None), key)
+        if kept_json is not None:
+            ours = frozen.as_kept(ours, ours.schema, StructType.fromJson(json.loads(kept_json)), arriving_json)[0]
         names = [name for name in (ours.columns if columns is None else columns) if name != TEXT]
         identity = with_texts if TEXT in ours.columns and TEXT in theirs.columns else exact_row
         _check(ours.schema, theirs.schema, names)

@@ -14,7 +14,7 @@ from deltalake import DeltaTable
 from pyspark.sql.types import StructType
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.lake import bag, files, fold, kept, key_ranges, rewrite, statements
+from pgwal_pipeline.lake import bag, files, fold, frozen, kept, key_ranges, rewrite, statements
 from pgwal_pipeline.lake.columns import null_of, quote, same_types
 from pgwal_pipeline.lake.files import Files
 from pgwal_pipeline.lake.fold import ChunkSnapshot, Shape, Traits, Unresolved
@@ -122,15 +122,15 @@ def ranges_of(request: MergeRequest, table: DeltaTable, changes: Files) -> KeyRa
 def _merge(session: "SparkSession", request: MergeRequest, changes: Files, ranges: KeyRanges | None) -> MergeResult:
     with failures(str(request.table)):
         target = session.read.format("delta").load(request.current_path)
-        raw = changes.read(session)
         types = _source_types(request, changes)
+        raw, has = frozen.as_kept(changes.read(session), changes.schema, types, request.arriving_json)
         shape = _known_columns(request.shape, types, target.schema)
         _check_types(shape, types, target.schema)
         if widen(session, request.current_path, shape.columns, types, target.schema):
             target = session.read.format("delta").load(request.current_path)
         rows = fold.between(raw, request.from_lsn, request.to_lsn)
         truncate = fold.last_truncate(rows) if request.traits.truncated else None
-        steps = fold.steps(rows, changes.schema, shape, target.schema, after=None if shape.keeps else truncate)
+        steps = fold.steps(rows, has, shape, target.schema, after=None if shape.keeps else truncate)
     if truncate is not None and shape.keeps:
         return _empty(request, shape, rows, steps, target, truncate)
     if truncate is not None:
@@ -158,8 +158,8 @@ def _rewrite(session: "SparkSession", request: MergeRequest, changes: Files, sma
     _check_types(shape, types, small.schema)
     with failures(str(request.table)):
         target = small.read(session)
-        rows = fold.between(changes.read(session).coalesce(1), request.from_lsn, request.to_lsn)
-        steps = fold.steps(rows, changes.schema, shape, small.schema)
+        raw, has = frozen.as_kept(changes.read(session).coalesce(1), changes.schema, types, request.arriving_json)
+        steps = fold.steps(fold.between(raw, request.from_lsn, request.to_lsn), has, shape, small.schema)
         source, lacking = _folded(steps, target, small.schema, shape, request.traits)
     with table_failures(shape, lacking):
         changed = rewrite.write(

@@ -51,8 +51,9 @@ def prune_raw(lake: Lake, ledger: Ledger, older_than: datetime, published_lsn: i
     """Remove from raw the windows that were completed before `older_than`, end by `published_lsn` and are needed by no table.
 
     `published_lsn` is where all `current` tables stand. A table needs its changes until it is published from the snapshot in force, and
-    while a snapshot is read. A table in error holds up no other: its windows go too, and it has a gap then. The ledger is written first: if
-    the process dies after that, the next call does the rest. Raises LakeError.
+    while a snapshot is read; so does one that is held back, until its schema is accepted. A table in error holds up no other: its windows
+    go too, and it has a gap then. The ledger is written first: if the process dies after that, the next call does the rest. Raises
+    LakeError.
     """
     waiting = {lake.raw(state.location) for state in ledger.tables().values() if _needs_raw(state)}
     keys = [
@@ -104,7 +105,7 @@ def _is_over(window: Window, older_than: datetime, published_lsn: int) -> bool:
 def _needs_raw(state: TableState) -> bool:
     if not state.followed or state.state == "error":
         return False
-    return state.state != "ready" or state.reading is not None or state.generation != state.published
+    return state.held is not None or state.state != "ready" or state.reading is not None or state.generation != state.published
 
 
 def _drop_windows(lake: Lake, uri: str, spans: Iterable[Window]) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pgwal_pipeline.values.relation import Column, PgType, Relation, TableName
 from pgwal_pipeline.values.storage import Storage
+from pgwal_pipeline.values.table_options import PROPAGATE
 from pgwal_pipeline.values.xid import TransactionMark
 
 WindowState = Literal["prepared", "complete", "pruned"]
@@ -171,6 +172,9 @@ class TableState:
     raw has all of the table's changes; 0 if it always had. `unclean` are the layers that may still have values from before the options of
     tables protected them. `options` are the table's options in force, as JSON, None if it has none.
     `history` is what is known of its history, None if it has none.
+
+    `accepted` is the definition that a table keeps whose option `on_schema_change` is `freeze` or `stop`, None if it takes each change.
+    `held` says why such a table is left out of publishes, and what to do; None if it is not. Its changes go to raw meanwhile.
     """
 
     table: TableName
@@ -197,6 +201,8 @@ class TableState:
     unclean: tuple[str, ...] = ()
     options: str | None = None
     history: KeptHistory | None = None
+    accepted: Relation | None = None
+    held: str | None = None
     at: datetime | None = None
 
     def __post_init__(self) -> None:
@@ -217,6 +223,17 @@ class TableState:
     def left_out(self) -> bool:
         """Whether the drain leaves out the table's changes: it is in `error` and has a gap."""
         return self.state == "error" and self.gap_lsn is not None
+
+    @property
+    def policy(self) -> str:
+        """What a change of the table's columns leads to, by its options in force (`on_schema_change`)."""
+        return PROPAGATE if self.options is None else json.loads(self.options).get("on_schema_change", PROPAGATE)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the table is left out of publishes, for it is in `error` or held back; None if it is neither."""
+        failed = (self.reason or "No reason was given.") if self.state == "error" else None
+        return " ".join(filter(None, (failed, f"Table {self.table}: {self.held}." if self.held else None))) or None
 
     @property
     def barred(self) -> bool:
@@ -254,7 +271,8 @@ class TableState:
     def called(self, name: TableName) -> "TableState":
         """Return the same table under another name; its location in the lake does not change."""
         relation = None if self.relation is None else replace(self.relation, table=name)
-        return replace(self, table=name, kept_as=self.location, relation=relation)
+        accepted = None if self.accepted is None else replace(self.accepted, table=name)
+        return replace(self, table=name, kept_as=self.location, relation=relation, accepted=accepted)
 
 
 @dataclass(frozen=True, slots=True)

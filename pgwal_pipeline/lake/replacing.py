@@ -14,7 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.lake import base, files, fold, kept, properties, statements
+from pgwal_pipeline.lake import base, files, fold, frozen, kept, properties, statements
 from pgwal_pipeline.lake.columns import null_of, quote
 from pgwal_pipeline.lake.files import Files
 from pgwal_pipeline.lake.fold import Shape
@@ -76,14 +76,18 @@ def _replace(session: "SparkSession", request: ReplaceRequest, found: Files | No
     with failures(str(request.table)):
         snapshot, raw = (None if files is None else files.read(session) for files in (found, changes))
         known = None if request.schema_json is None else StructType.fromJson(json.loads(request.schema_json))
+        has = StructType() if changes is None else changes.schema
+        if known is not None:
+            snapshot = None if snapshot is None else frozen.as_kept(snapshot, snapshot.schema, known, request.arriving_json)[0]
+            raw, has = (None, has) if raw is None else frozen.as_kept(raw, has, known, request.arriving_json)
         types = base.column_types(shape, snapshot, raw) if known is None else known
         source = base.Source(session, request.chunks, request.snapshot_lsn)
         if raw is None or changes is None or not changes.paths:
             whole, lacking, gone, emptied = base.rows_as_read(source, snapshot, shape, types), None, None, None
         else:
-            whole, lacking, gone, emptied = _with_events(source, snapshot, raw, changes.schema, types, request)
+            whole, lacking, gone, emptied = _with_events(source, snapshot, raw, has, types, request)
         present = _read(session, path) if request.keep or request.keeps else None
-        whole = _with_dropped(whole, shape, present if request.keep else None, request.keep)
+        whole = _with_dropped(whole, shape, present if request.keep else None, request.keep, request.order)
         expected = _GROWTH * sum(part.bytes for part in (found, changes) if part is not None)
         if request.keeps:
             assert request.read_at is not None
@@ -147,14 +151,18 @@ def _with_events(
     return base.rows_of_bag(source, rows, steps, replaced(shape, keeps=False)), None, None, emptied
 
 
-def _with_dropped(rows: "DataFrame", shape: Shape, present: "DataFrame | None", names: Collection[str]) -> "DataFrame":
-    """`rows` with the columns `names` of the `present` table added, all null, after the source's own."""
+def _with_dropped(
+    rows: "DataFrame", shape: Shape, present: "DataFrame | None", names: Collection[str], order: Sequence[str]
+) -> "DataFrame":
+    """`rows` with the columns `names` of the `present` table added, all null, after the source's own or where `order` has them."""
     if present is None:
         return rows
     taken = {name.lower() for name in shape.columns}
     kept = [field for field in present.schema.fields if field.name in names and field.name.lower() not in taken]
-    nulls = [f"{null_of(field.dataType)} AS {quote(field.name)}" for field in kept]
-    return rows.selectExpr(*map(quote, shape.columns), *nulls, COMMIT_LSN, TEXT)
+    values = {name: quote(name) for name in shape.columns}
+    values |= {field.name: f"{null_of(field.dataType)} AS {quote(field.name)}" for field in kept}
+    ordered = dict.fromkeys([*(name for name in order if name in values), *values])
+    return rows.selectExpr(*(values[name] for name in ordered), COMMIT_LSN, TEXT)
 
 
 def _read(session: "SparkSession", path: str) -> "DataFrame | None":

@@ -114,6 +114,8 @@ TABLES = pa.schema(
         ("unclean", pa.list_(pa.string())),
         ("options", pa.string()),
         ("history", pa.string()),
+        ("accepted", pa.string()),
+        ("held", pa.string()),
         ("at", _MOMENT),
     ]
 )
@@ -273,6 +275,7 @@ def state_rows(states: Iterable[TableState], now: datetime) -> pa.Table:
                 "relation": None if state.relation is None else relation_to_json(state.relation),
                 "storage": None if state.storage is None else state.storage.to_json(),
                 "history": None if state.history is None else state.history.to_json(),
+                "accepted": None if state.accepted is None else relation_to_json(state.accepted),
                 "at": state.at or now,
             }
             for state in states
@@ -300,6 +303,7 @@ def states(rows: pa.Table) -> list[TableState]:
                 relation=None if row["relation"] is None else relation_from_json(row["relation"]),
                 storage=None if row["storage"] is None else Storage.from_json(row["storage"]),
                 history=None if row.get("history") is None else KeptHistory.from_json(row["history"]),
+                accepted=relation_from_json(text) if (text := row.get("accepted")) is not None else None,
             )
         )
         for row in _records(rows)

@@ -21,6 +21,7 @@ class MergeRequest:
 
     `key` is empty for a bag of rows. `columns` are the source's, in its order. `schema_json` is their Delta schema; without it they have
     the types of the tables in the lake. `rows` is how many events the ledger counts, 0 if unknown. With `keeps` deleted rows stay, marked.
+    `arriving_json` is the schema of the same columns as they are in raw, where their types differ from those to be kept (`lake.frozen`).
     """
 
     table: TableName
@@ -34,6 +35,7 @@ class MergeRequest:
     schema_json: str | None = None
     rows: int = 0
     keeps: bool = False
+    arriving_json: str | None = None
 
     @property
     def shape(self) -> Shape:
@@ -50,6 +52,7 @@ class ReplaceRequest:
     present `current` that the source has dropped: they stay, null in every row. `rows` is how many rows and events the ledger counts, 0 if
     unknown. With `keeps` the rows of the present `current` stay that the source has no longer, marked; those of which no deletion is known
     are deleted at `snapshot_lsn` and `read_at`. `clean`: the present `current` has no value that may not stay.
+    `arriving_json` is as in `MergeRequest`. `order` is the order of the columns that `current` keeps, empty for the source's.
     """
 
     table: TableName
@@ -70,6 +73,8 @@ class ReplaceRequest:
     keeps: bool = False
     read_at: datetime | None = None
     clean: bool = True
+    arriving_json: str | None = None
+    order: tuple[str, ...] = ()
 
     @property
     def shape(self) -> Shape:

@@ -16,6 +16,9 @@ from pgwal_pipeline.values.storage import Storage
 from pgwal_pipeline.values.table_options import EXCLUDED, NOTHING, Options
 from pgwal_pipeline.values.xid import Snapshot
 
+AGAIN = "it is read again: "
+"""What the reason of such a table begins with."""
+
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
@@ -39,7 +42,7 @@ def read_again(state: TableState, entry: CatalogEntry, reason: str, joined_xid: 
     return replace(
         state.without_error(),
         state="pending",
-        reason=f"it is read again: {reason}",
+        reason=f"{AGAIN}{reason}",
         key=entry.relation.key,
         relation=entry.relation,
         storage=entry.storage,

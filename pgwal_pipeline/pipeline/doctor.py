@@ -98,11 +98,12 @@ def _lake(settings: Settings) -> Check:
 
 def _tables(settings: Settings) -> Check:
     """Check that no table is in error. Such a table does not stop the others, but makes `pgwal sync` end with 1."""
-    failed = {str(name): state.reason for name, state in Ledger(Lake(settings.lake)).tables().items() if state.state == "error"}
+    states = {str(name): state for name, state in Ledger(Lake(settings.lake)).tables().items() if state.trouble is not None}
+    failed = {name: state.trouble for name, state in states.items()}
     if not failed:
         return Check("followed", True, "no table is in error")
     reasons = " ".join(f"{name}: {reason}" for name, reason in failed.items())
-    back = ", ".join(f"pgwal resnapshot '{name}'" for name in failed)
+    back = ", ".join(f"pgwal {'resnapshot' if state.held is None else 'accept'} '{name}'" for name, state in states.items())
     return Check("followed", False, f"{len(failed)} in error; the others go on. {reasons}", f"Fix the cause, then run {back}.")
 
 

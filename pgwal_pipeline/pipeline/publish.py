@@ -27,11 +27,12 @@ from pgwal_pipeline.pipeline import histories
 from pgwal_pipeline.pipeline.histories import Past, Planner, writes_of
 from pgwal_pipeline.pipeline.registration import register
 from pgwal_pipeline.pipeline.reports import NewestCommit, PublishReport, TablePublish
+from pgwal_pipeline.pipeline.schema_policy import Taken, taken
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.own_columns import DELETED_LSN
-from pgwal_pipeline.values.relation import Relation, TableName
+from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline.values.table_options import TableOptions
 from pgwal_pipeline.values.xid import Snapshot
 
@@ -190,13 +191,12 @@ def _plan(settings: Settings, lake: Lake, ledger: Ledger, frontier: int, last: P
             return _Work(state, None, None, error)
 
     def work(state: TableState) -> _Work | None:
-        assert state.relation is not None
         keeps = settings.table_options.of(state.table).keeps_deleted
         passed = state.required_lsn is not None and state.required_lsn <= frontier
         if state.generation != state.published and passed:
             newest = NewestCommit.of(writes_of(lake, state, windows))
-            return _Work(state, None, _replace_request(lake, ledger, state, state.relation, windows, frontier, keeps), newest=newest)
-        return None if state.published is None else _merge_work(lake, state, state.relation, windows, frontier, keeps)
+            return _Work(state, None, _replace_request(lake, ledger, state, taken(state), windows, frontier, keeps), newest=newest)
+        return None if state.published is None else _merge_work(lake, state, taken(state), windows, frontier, keeps)
 
     with ThreadPoolExecutor(_PLANNED_AT_ONCE, "pgwal-plan") as pool:
         return [found for found in pool.map(plan, states) if found is not None]
@@ -205,10 +205,10 @@ def _plan(settings: Settings, lake: Lake, ledger: Ledger, frontier: int, last: P
 def may_be_merged(state: TableState, now: datetime) -> bool:
     """Return whether a publish includes a table: it has been read whole, and is not waiting after a merge that failed."""
     failed = state.state == "error" and state.stage in MERGING and state.due(now)
-    return state.generation is not None and (state.state == "ready" or failed)
+    return state.generation is not None and state.held is None and (state.state == "ready" or failed)
 
 
-def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list[Window], frontier: int, keeps: bool) -> _Work:
+def _merge_work(lake: Lake, state: TableState, wanted: Taken, windows: list[Window], frontier: int, keeps: bool) -> _Work:
     """Return the merge from the table's own watermark; without a request if no window has rows past it and the columns are right.
 
     The watermark may be past the last publish, if a publish died after it merged this table, or merged only this table. The table's newest
@@ -220,7 +220,7 @@ def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list
         raise LakeError(f"The current table of {state.table} at {path} is gone; run `pgwal resnapshot '{state.table}'` to build it again.")
     fresh = [window for window in windows if window.end_lsn > found.watermark]
     pointer = TablePointer(path, found.version)
-    writes = writes_of(lake, state, fresh)
+    writes, relation = writes_of(lake, state, fresh), wanted.relation
     if not writes and found.columns.issuperset(relation.column_names) and keeps == (DELETED_LSN in found.columns):
         return _Work(state, pointer, None)
     request = MergeRequest(
@@ -235,12 +235,13 @@ def _merge_work(lake: Lake, state: TableState, relation: Relation, windows: list
         schema_json=schema_json(copy_schema(relation)),
         rows=_counted(writes, state, fresh),
         keeps=keeps,
+        arriving_json=_arriving(wanted),
     )
     return _Work(state, pointer, request, newest=NewestCommit.of(writes))
 
 
 def _replace_request(
-    lake: Lake, ledger: Ledger, state: TableState, relation: Relation, windows: list[Window], frontier: int, keeps: bool
+    lake: Lake, ledger: Ledger, state: TableState, wanted: Taken, windows: list[Window], frontier: int, keeps: bool
 ) -> ReplaceRequest:
     assert state.generation is not None
     assert state.required_lsn is not None
@@ -261,18 +262,24 @@ def _replace_request(
         generation=state.generation,
         chunks=tuple(ChunkSnapshot(chunk.attempt or "", chunk.snapshot or "", chunk.single) for chunk in chunks),
         snapshot_lsn=state.required_lsn,
-        key=relation.key,
-        columns=relation.column_names,
+        key=wanted.relation.key,
+        columns=wanted.relation.column_names,
         from_lsn=from_lsn,
         to_lsn=frontier,
         traits=traits_of(writes),
-        schema_json=schema_json(copy_schema(relation)),
+        schema_json=schema_json(copy_schema(wanted.relation)),
         rows=sum(chunk.rows for chunk in chunks) + _counted(writes, state, windows),
-        keep=state.dropped,
+        keep=wanted.keep,
         keeps=keeps,
         read_at=max((chunk.at for chunk in chunks if chunk.at is not None), default=datetime.now(UTC)),
         clean="current" not in state.unclean,
+        arriving_json=_arriving(wanted),
+        order=wanted.order,
     )
+
+
+def _arriving(wanted: Taken) -> str | None:
+    return None if wanted.arriving is None else schema_json(copy_schema(wanted.arriving))
 
 
 def _seen_whole(window: Window, snapshot: Snapshot | None) -> bool:
@@ -444,11 +451,11 @@ def _reason(state: TableState, work: _Work, error: TableError) -> str:
 
 
 def _in_error(ledger: Ledger) -> dict[TableName, TablePublish]:
-    """Return the tables in error, since this run or an earlier one, with the reason."""
+    """Return the tables in error or held back, since this run or an earlier one, with the reason."""
     return {
-        state.table: TablePublish(path="", version=None, errors=(state.reason or "unknown",))
+        state.table: TablePublish(path="", version=None, errors=(state.trouble,))
         for state in ledger.tables().values()
-        if state.state == "error"
+        if state.trouble is not None
     }
 
 

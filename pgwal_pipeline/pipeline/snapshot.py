@@ -23,6 +23,7 @@ from pgwal_pipeline.pipeline.drain import bootstrap
 from pgwal_pipeline.pipeline.published import Published
 from pgwal_pipeline.pipeline.reading_states import first_of
 from pgwal_pipeline.pipeline.reports import SnapshotReport, SnapshotsReport
+from pgwal_pipeline.pipeline.schema_policy import read_anew
 from pgwal_pipeline.pipeline.slot_watch import SlotWatch
 from pgwal_pipeline.pipeline.small_tables import SmallTable, SmallTables, most_bytes
 from pgwal_pipeline.pipeline.table_chunks import TableChunks
@@ -52,6 +53,8 @@ def none_joined(settings: Settings) -> bool:
 
 
 def _is_due(state: TableState, settings: Settings, now: datetime) -> bool:
+    if state.held is not None:
+        return False
     if state.state == "error":
         if _unread_alone(state):
             return state.due(now)
@@ -111,6 +114,7 @@ def snapshot(
     with slot.exclusive(settings.dsn, f"{settings.slot}/snapshot", settings.busy_timeout), connect(settings.dsn) as conn:
         if tables is not None:
             take_key(settings, ledger, tables)
+            read_anew(ledger, tables)
         states = ledger.tables()
         if not states or any("raw" in state.unclean for state in states.values() if tables is None or state.table in tables):
             bootstrap(settings, progress=noted)

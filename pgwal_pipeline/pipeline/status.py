@@ -13,6 +13,7 @@ from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.pipeline import histories
 from pgwal_pipeline.pipeline.publish import may_be_merged
 from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePublish
+from pgwal_pipeline.pipeline.schema_policy import frozen_difference, summary
 from pgwal_pipeline.postgres import catalog, copies, peek, slot
 from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.settings import Settings
@@ -68,7 +69,7 @@ def publish_due(ledger: Ledger) -> bool:
     states, now = ledger.tables().values(), datetime.now(UTC)
     if any(state.state == "error" and may_be_merged(state, now) for state in states):
         return True
-    ready = [state for state in states if state.state == "ready" and state.generation is not None]
+    ready = [state for state in states if state.state == "ready" and state.generation is not None and state.held is None]
     if any(state.generation != state.published and (state.required_lsn or 0) <= frontier for state in ready):
         return True
     publish = ledger.publish()
@@ -97,7 +98,7 @@ def drain_due(ledger: Ledger, flush_lsn: int) -> bool:
     unpublished = [
         state.required_lsn or 0
         for state in ledger.tables().values()
-        if state.state == "ready" and state.generation is not None and state.generation != state.published
+        if state.state == "ready" and state.held is None and state.generation is not None and state.generation != state.published
     ]
     frontier = ledger.frontier() if unpublished else None
     return frontier is not None and any(frontier < lsn <= flush_lsn for lsn in unpublished)
@@ -189,7 +190,9 @@ def _positions(settings: Settings) -> dict[int, int]:
 
 
 def _shown(state: TableState) -> str:
-    """Return a table's state as users see it: a ready table that has not been published yet is `snapshotting`."""
+    """Return a table's state as users see it: one that is held back is in `error`, a ready one without a publish is `snapshotting`."""
+    if state.held is not None:
+        return "error"
     if state.state == "ready" and state.published is None:
         return "snapshotting"
     return state.state
@@ -197,10 +200,14 @@ def _shown(state: TableState) -> str:
 
 def _reason(state: TableState, options: Options) -> str | None:
     """Return the reason of a table's state; without one, which of its columns are not in the stream, though they are not excluded."""
+    if state.trouble is not None:
+        return state.trouble
     if state.reason is None and (behind := histories.reason(state, bool(options.history))) is not None:
         return behind
     if state.reason is not None or state.relation is None or state.storage is None:
         return state.reason
+    if frozen := frozen_difference(state):
+        return f"its columns are frozen: {summary(frozen)}; `pgwal accept '{state.table}'` takes the new ones"
     known = state.relation.column_names
     left_out = [
         quote_ident(column.name)

@@ -14,6 +14,7 @@ from pgwal_pipeline.lake.locations import free_location
 from pgwal_pipeline.lake.raw import check_columns, ensure_raw_table
 from pgwal_pipeline.lake.stream_facts import StreamFacts
 from pgwal_pipeline.messages.errors import TableError
+from pgwal_pipeline.pipeline import schema_policy
 from pgwal_pipeline.pipeline.alterations import (
     CatalogEntry,
     altered,
@@ -31,6 +32,7 @@ from pgwal_pipeline.postgres.storage import storages
 from pgwal_pipeline.values.protection import Protection
 from pgwal_pipeline.values.relation import Relation, TableName
 from pgwal_pipeline.values.storage import Storage
+from pgwal_pipeline.values.table_options import FREEZE, PROPAGATE
 from pgwal_pipeline.values.xid import Snapshot
 
 _GONE = "no longer published"
@@ -74,9 +76,10 @@ def record_tables(
         state = known.get(table)
         if state is None or _joins(state, entry):
             continue
-        updated = replace(_updated(state, entry, joined_xid), options=entry.options.to_text())
-        if updated.reason is not None and updated.reason != state.reason:
-            news[str(table)] = updated.reason
+        updated = _updated(schema_policy.begun(state, entry), entry, joined_xid)
+        updated = replace(schema_policy.judged(updated, entry), options=entry.options.to_text())
+        if (told := _told(state, updated)) is not None:
+            news[str(table)] = told
         if updated != before.get(table):
             changed.append(updated)
     changed = _now_readable(conn, changed, known)
@@ -97,6 +100,7 @@ def record_tables(
                     unclean=before.unclean,
                     options=before.options,
                     history=before.history,
+                    accepted=before.accepted,
                 )
             )
     changed += [
@@ -107,6 +111,13 @@ def record_tables(
     if changed:
         ledger.record_tables(changed)
     return news
+
+
+def _told(before: TableState, now: TableState) -> str | None:
+    """Return what is new about a table, None if nothing is."""
+    if now.held is not None:
+        return now.held if now.held != before.held else None
+    return now.reason if now.reason != before.reason else None
 
 
 def _now_readable(conn: Connection, changed: list[TableState], known: Mapping[TableName, TableState]) -> list[TableState]:
@@ -148,9 +159,11 @@ def review_tables(
                 changed.append(replace(state, state="gone", reason=_GONE))
             reviewed = state
             if state is not None and earlier is not None and state.storage is not None and not _joins(state, entry):
-                reviewed = _reviewed(state, state.storage, earlier, entry, facts, ended, first_new_xid, rewrites)
-                if reviewed.reason is not None and reviewed.reason != state.reason:
-                    news[str(table)] = reviewed.reason
+                begun = schema_policy.begun(state, entry)
+                reviewed = _reviewed(begun, state.storage, earlier, entry, facts, ended, first_new_xid, rewrites)
+                reviewed = schema_policy.judged(reviewed, entry)
+                if (told := _told(state, reviewed)) is not None:
+                    news[str(table)] = told
             if reviewed is not None and reviewed.oid == entry.relation.oid and reviewed != recorded.get(table):
                 changed.append(reviewed)
         return changed
@@ -228,7 +241,9 @@ def _joined(lake: Lake, entry: CatalogEntry, before: TableState | None, location
         unclean=_unclean(before, entry),
         options=entry.options.to_text(),
         history=None if before is None or before.location != location else before.history,
+        accepted=before.accepted if before is not None and before.oid == relation.oid and not _unclean(before, entry) else None,
     )
+    state = schema_policy.judged(replace(state, accepted=None if entry.options.on_schema_change == PROPAGATE else state.accepted), entry)
     try:
         with table_work(lake, relation.table, "describe", oid=relation.oid):
             check_columns(relation)
@@ -251,14 +266,18 @@ def _updated(state: TableState, entry: CatalogEntry, first_new_xid: int) -> Tabl
     """Return the state of a known table with its new definition. New files are not judged: the stream may still have their TRUNCATE."""
     otherwise = protected_otherwise(state, entry)
     if otherwise is not None:
-        return begun_anew(state, entry, otherwise, first_new_xid)
+        kept = schema_policy.otherwise_protected(state.accepted, entry)
+        return replace(begun_anew(state, entry, otherwise, first_new_xid), accepted=kept)
     if state.storage is None or state.relation is None or (state.state == "error" and not state.is_read):
         return replace(state, relation=entry.relation, key=entry.relation.key, storage=entry.storage)
     before = state.storage
     if republished(before, entry.storage):
         return read_again(state, entry, "it left the publication and came back, or the publication was altered", first_new_xid)
-    reason = altered(state.relation, before, entry, state.dropped)
-    state = replace(state, dropped=dropped(state, before, entry.storage))
+    known, stored, seen = schema_policy.compared(state, entry)
+    assert known is not None
+    assert stored is not None
+    reason = altered(known, stored, seen, state.dropped)
+    state = replace(state, dropped=dropped(state, stored, seen.storage))
     if reason is not None:
         return read_again(state, entry, reason, state.joined_xid)
     now = replace(entry.storage, files=before.files, shown=before.shown) if state.is_read else entry.storage
@@ -278,12 +297,15 @@ def _reviewed(
     updated = _updated(state, entry, first_new_xid)
     if updated.reason != state.reason:
         return updated
-    versions = facts.relations.get(state.oid, ())
+    versions = shown_since = facts.relations.get(state.oid, ())
     if state.is_read:
+        if state.accepted is not None and entry.options.on_schema_change == FREEZE:
+            kept = state.accepted.column_names
+            shown_since = [schema_policy.narrowed(version, kept) for version in versions]
         if any(version.key != state.key for version in versions):
             return read_again(state, entry, "its replica identity was different for a while")
         recorded = _columns(earlier.relation) | _columns(entry.relation) | _columns(state.relation)
-        if any(column not in recorded and column[0] not in state.dropped for version in versions for column in _columns(version)):
+        if any(column not in recorded and column[0] not in state.dropped for version in shown_since for column in _columns(version)):
             return read_again(state, entry, "its columns changed more than once while the stream was read")
         if swapped_names(stored.shown, versions, (earlier.relation, entry.relation)):
             return read_again(state, entry, "its columns had each other's names for a while")
@@ -303,6 +325,15 @@ def _reviewed(
     # If the stream goes on (`ended` is None), rows may still come with the columns of before.
     shown = stored.shown if last is None and ended is None else (last or earlier.relation).column_names
     return replace(state, storage=replace(stored, files=storage.files, shown=shown))
+
+
+def foreseen(
+    state: TableState, before: CatalogEntry, entry: CatalogEntry, facts: StreamFacts, ended: Snapshot, *, rewrites: bool
+) -> TableState:
+    """Return what a review would make of a table that has been published, from its catalog entries before and after a migration."""
+    assert state.storage is not None
+    begun = schema_policy.begun(state, entry)
+    return schema_policy.judged(_reviewed(begun, state.storage, before, entry, facts, ended, 0, rewrites), entry)
 
 
 def _columns(relation: Relation | None) -> set[tuple[str, str]]:

@@ -188,13 +188,17 @@ class PublishedState:
         if state is None:
             known = ", ".join(list(self.tables)[:5]) or "none"
             return LakeError(f"{missing}: the lake knows no such table. Published are {known}{', …' if len(self.tables) > 5 else ''}.")
-        if state.published is not None and state.state == "ready":
+        if state.published is not None and state.state == "ready" and state.held is None:
             return LakeError(f"{missing}{since}: it was published later; read a newer publish.")
-        why = state.reason or {
-            "pending": "it has not been read yet",
-            "snapshotting": "it is being read",
-            "ready": "it has been read, and waits for the next publish",
-            "gone": "it is in the publication no longer",
-            "renamed": "it has another name now",
-        }.get(state.state, "it is left out")
+        why = (
+            state.held
+            or state.reason
+            or {
+                "pending": "it has not been read yet",
+                "snapshotting": "it is being read",
+                "ready": "it has been read, and waits for the next publish",
+                "gone": "it is in the publication no longer",
+                "renamed": "it has another name now",
+            }.get(state.state, "it is left out")
+        )
         return LakeError(f"{missing}{since}: it is {state.state} ({why.rstrip('.')}). `pgwal status` says more.")

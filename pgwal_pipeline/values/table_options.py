@@ -26,7 +26,11 @@ HISTORIES = (True, "every_change")
 EXCLUDED, HASHED = "exclude", "hash"
 """What becomes of a column that is left out, or hashed; one that is masked has the name of its mask."""
 
-_LATER = {"on_schema_change": ("propagate", None)}
+PROPAGATE, FREEZE, STOP = "propagate", "freeze", "stop"
+"""What a change of a table's columns leads to: they are taken, `current` keeps those it had, or the table waits to be accepted."""
+
+POLICIES = (PROPAGATE, FREEZE, STOP)
+
 """Options that are not supported yet, each with the values that mean what is done without it."""
 
 
@@ -46,7 +50,7 @@ class Options:
 
     `exclude` and `hash` are globs of columns, `mask` pairs of a glob and a mask. `rows` is the SQL condition of the rows that are wanted,
     None for all. `deletes` is KEEP, or None for DROP. `history` is None or one of HISTORIES: whether versions of rows are kept, and with
-    `every_change` also those that ended in the transaction in which they began.
+    `every_change` also those that ended in the transaction in which they began. `on_schema_change` is one of POLICIES.
     """
 
     exclude: tuple[str, ...] = ()
@@ -55,6 +59,7 @@ class Options:
     rows: str | None = None
     deletes: str | None = None
     history: bool | str | None = None
+    on_schema_change: str = PROPAGATE
 
     def treatment(self, column: str) -> str | None:
         """Return what becomes of a column: EXCLUDED, HASHED, a mask, or None if it arrives as it is. The strictest option counts."""
@@ -87,6 +92,7 @@ class Options:
             "rows": self.rows,
             "deletes": self.deletes,
             "history": self.history,
+            "on_schema_change": None if self.on_schema_change == PROPAGATE else self.on_schema_change,
         }
         return {name: value for name, value in written.items() if value}
 
@@ -161,10 +167,7 @@ def _parsed(glob: str, options: object) -> Iterable[tuple[str, Any]]:
     if not isinstance(options, Mapping):
         raise OptionError(f"has no mapping of options for {glob}")
     for name, value in options.items():
-        if name in _LATER:
-            if value not in _LATER[name]:
-                raise OptionError(f"gives {glob} the option {name}: {_shown(value)}, which is not supported yet; leave it out")
-        elif name in ("exclude", "hash"):
+        if name in ("exclude", "hash"):
             yield name, _globs(glob, name, value)
         elif name == "mask":
             yield name, _masks(glob, value)
@@ -176,6 +179,8 @@ def _parsed(glob: str, options: object) -> Iterable[tuple[str, Any]]:
             yield name, KEEP if value == KEEP else None
         elif name == "history":
             yield name, _history(glob, value)
+        elif name == "on_schema_change":
+            yield name, _policy(glob, value)
         else:
             known = ", ".join([option.name for option in fields(Options)])
             raise OptionError(f"gives {glob} the option {name!r}, which there is not; options are {known}")
@@ -208,6 +213,14 @@ def _history(table: str, value: object) -> bool | str | None:
         return None
     if not isinstance(value, bool | str) or value not in HISTORIES:
         raise OptionError(f"gives {table} the option history: {_shown(value)}, which takes true, false or every_change")
+    return value
+
+
+def _policy(table: str, value: object) -> str:
+    if value is None:
+        return PROPAGATE
+    if not isinstance(value, str) or value not in POLICIES:
+        raise OptionError(f"gives {table} the option on_schema_change, which takes {', '.join(POLICIES[:-1])} or {POLICIES[-1]}")
     return value
 
 

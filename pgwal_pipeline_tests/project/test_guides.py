@@ -17,7 +17,7 @@ from bench.__main__ import NAMES as BENCHMARKS
 from bench.__main__ import main as bench
 from pgwal_pipeline import definitions as code_location
 from pgwal_pipeline import settings
-from pgwal_pipeline.asset_specs import _CURRENT_COLUMNS, _RAW_COLUMNS, EQUALS_SOURCE_CHECK, FOLLOWED_CHECK, HEALTH_CHECK
+from pgwal_pipeline.asset_specs import _CURRENT_COLUMNS, _RAW_COLUMNS, EQUALS_SOURCE_CHECK, FOLLOWED_CHECK, HEALTH_CHECK, SCHEMA_CHECK
 from pgwal_pipeline.cli import main
 from pgwal_pipeline.decode.types import _PLAIN
 from pgwal_pipeline.known_tables import _lake_type
@@ -303,7 +303,7 @@ def test_what_dagster_has_is_as_described(tmp_path: Path, monkeypatch: pytest.Mo
     sensors = [(sensor.name, "sensor") for sensor in repository.sensor_defs]
     schedules = [(schedule.name, "schedule") for schedule in repository.schedule_defs]
     assert sorted((row[0], row[1]) for row in told["Sensors and schedules"]) == sorted(sensors + schedules)
-    assert [row[0] for row in told["Checks"]] == [HEALTH_CHECK, FOLLOWED_CHECK, EQUALS_SOURCE_CHECK]
+    assert [row[0] for row in told["Checks"]] == [HEALTH_CHECK, FOLLOWED_CHECK, SCHEMA_CHECK, EQUALS_SOURCE_CHECK]
 
 
 def test_the_benchmarks_are_those_that_run() -> None:

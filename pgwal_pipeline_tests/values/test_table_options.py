@@ -1,5 +1,6 @@
 """How options are parsed, which of them a table gets, and what is said of those that cannot be used."""
 
+import json
 from typing import Any
 
 import pytest
@@ -63,8 +64,6 @@ def test_a_history_is_wanted_or_not() -> None:
 
 
 def test_options_go_through_json() -> None:
-    import json
-
     found = parse_options(
         {
             "shop.*": {"exclude": ["a"], "mask": {"b": "last4"}, "rows": "c = ';'"},
@@ -97,7 +96,8 @@ def test_deleted_rows_are_dropped_or_kept() -> None:
         ({"a.b": ["x"]}, "has no mapping of options for a.b"),
         (
             {"a.b": {"excludes": []}},
-            "gives a.b the option 'excludes', which there is not; options are exclude, hash, mask, rows, deletes, history",
+            "gives a.b the option 'excludes', which there is not; "
+            "options are exclude, hash, mask, rows, deletes, history, on_schema_change",
         ),
         ({"a.b": {"exclude": "ssn"}}, "gives a.b the option exclude, which takes a list of columns or of globs of columns"),
         ({"a.b": {"hash": [1]}}, "gives a.b the option hash, which takes a list of columns or of globs of columns"),
@@ -107,10 +107,22 @@ def test_deleted_rows_are_dropped_or_kept() -> None:
         ({"a.b": {"history": "all"}}, 'gives a.b the option history: "all", which takes true, false or every_change'),
         ({"a.b": {"history": 1}}, "gives a.b the option history: 1, which takes true, false or every_change"),
         ({"a.b": {"deletes": True}}, "gives a.b the option deletes, which takes drop or keep"),
-        ({"a.b": {"on_schema_change": "stop"}}, 'gives a.b the option on_schema_change: "stop", which is not supported yet; leave it out'),
+        ({"a.b": {"on_schema_change": "halt"}}, "gives a.b the option on_schema_change, which takes propagate, freeze or stop"),
+        ({"a.b": {"on_schema_change": ["stop"]}}, "gives a.b the option on_schema_change, which takes propagate, freeze or stop"),
     ],
 )
 def test_what_is_said_of_options_that_cannot_be_used(given: Any, says: str) -> None:
     with pytest.raises(OptionError) as caught:
         parse_options(given)
     assert str(caught.value) == says
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [(None, {}), ("propagate", {}), ("freeze", {"on_schema_change": "freeze"}), ("stop", {"on_schema_change": "stop"})]
+)
+def test_what_a_change_of_columns_leads_to(given: str | None, shown: dict[str, str]) -> None:
+    options = parse_options({"*.*": {"on_schema_change": given}})
+    assert options.of(ORDERS).to_json() == shown
+    assert options.of(ORDERS).on_schema_change == (given or "propagate")
+    assert parse_options(json.loads(options.to_json())).of(ORDERS) == options.of(ORDERS)
+    assert options.of(ORDERS).protects is False
