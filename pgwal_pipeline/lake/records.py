@@ -26,6 +26,10 @@ def pause_after(failures: int) -> timedelta:
     return timedelta(seconds=0 if failures < 2 else min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(failures - 2, 20)))
 
 
+FORMAT = 2
+"""The form of the ledger that this version writes. A version refuses a lake of a later form, which may hold what it would overlook."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileWrite:
     """A Parquet file that is written but not yet named by a Delta commit.
@@ -299,7 +303,7 @@ class Proof:
 class Source:
     """The database that a lake is built from, with the publication and the slot.
 
-    `publication_oid` is 0 while it is unknown.
+    `publication_oid` is 0 while it is unknown. `format` is the FORMAT of the newest version of the pipeline that has worked on the lake.
     """
 
     system_identifier: int
@@ -309,6 +313,7 @@ class Source:
     publication: str
     slot: str
     publication_oid: int = 0
+    format: int = 1
 
 
 def relation_to_json(relation: Relation) -> str:

@@ -1,7 +1,9 @@
 """Convert the ledger's records to Arrow rows and back, a column at a time."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from datetime import datetime
+from functools import cache
 from itertools import islice, repeat
 from typing import Any
 
@@ -60,6 +62,7 @@ SOURCE = pa.schema(
         ("publication", pa.string()),
         ("slot", pa.string()),
         ("publication_oid", pa.int64()),
+        ("format", pa.int64()),
         ("at", _MOMENT),
     ]
 )
@@ -372,7 +375,16 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _known(record: Any, row: Mapping[str, Any], **changed: Any) -> dict[str, Any]:
-    return {name: row[name] for name in record.__slots__ if name in row} | changed
+    """The fields of a record that a row has. A null in the place of one with a default is from before the field, which then has that."""
+    defaults = _with_defaults(record)
+    return {
+        name: value for name in record.__slots__ if name in row and ((value := row[name]) is not None or name not in defaults)
+    } | changed
+
+
+@cache
+def _with_defaults(record: Any) -> frozenset[str]:
+    return frozenset(field.name for field in fields(record) if field.default is not MISSING or field.default_factory is not MISSING)
 
 
 def _records(rows: pa.Table) -> Iterator[dict[str, Any]]:
