@@ -111,7 +111,7 @@ def test_it_begins_late_and_has_each_commit_since(source: Source, pipeline: Pipe
     _reads_the_past(kept, past, since)
     monkeypatch.setattr(upkeep, "_SMALL_FILES", 2)
     before = history_of(kept)
-    assert maintain_tables(kept.settings, kept.spark, ["public.t"], progress=Silent()).upkeep.rewritten == 2
+    assert maintain_tables(kept.settings, kept.spark, ["public.t"], progress=Silent()).upkeep.rewritten == 1
     place = ["_pgwal_valid_from_lsn", "id", "_pgwal_valid_to_lsn"]
     assert history_of(kept).sort(place).equals(before.sort(place))
     publish = kept.ledger.publish()
@@ -199,7 +199,7 @@ def test_a_table_that_is_read_again(source: Source, pipeline: Pipeline) -> None:
     assert now.filter(pl.col("_pgwal_open"))["more"].unique().to_list() == ["m"]
     ended = now.filter(~pl.col("_pgwal_open")).select(before.columns)
     assert before.join(ended.cast({"v": pl.Int32}), on=["id", "v", "_pgwal_valid_from_lsn", "_pgwal_valid_to_lsn"]).height == before.height
-    source.sql("ALTER TABLE t ALTER v TYPE text; ALTER TABLE t ALTER more TYPE text[] USING ARRAY[more]")
+    source.sql("ALTER TABLE t ALTER v TYPE text; ALTER TABLE t ALTER more DROP DEFAULT, ALTER more TYPE text[] USING ARRAY[more]")
     kept.sync()
     kept.sync()
     now = history_of(kept)
