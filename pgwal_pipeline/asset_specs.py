@@ -10,7 +10,7 @@ import dagster as dg
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.messages.printable import code_span, distinct, plain_markdown, printable
 from pgwal_pipeline.values.catalog_name import CatalogPattern
-from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
+from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, DELETED_AT, DELETED_LSN, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline.values.table_options import TableOptions
 
@@ -49,6 +49,10 @@ _RAW_COLUMNS = (
 _CURRENT_COLUMNS = (
     (COMMIT_LSN, "long", "where the commit record of the row's newest change starts"),
     (TEXT, "map<string,string>", "values that their columns cannot hold, as Postgres writes them"),
+)
+_DELETED_COLUMNS = (
+    (DELETED_AT, "timestamp", "when the row was deleted; null for rows that the source has"),
+    (DELETED_LSN, "long", "where the commit record of its deletion starts"),
 )
 
 
@@ -202,7 +206,7 @@ class AssetSpecs:
             | self._stored(
                 known,
                 self.lake.current(known.location),
-                _lake_schema(known, _CURRENT_COLUMNS),
+                _lake_schema(known, (*_CURRENT_COLUMNS, *(_DELETED_COLUMNS if self.options.of(known.table).keeps_deleted else ()))),
                 {name: [raw, snapshot] for name in _names(known)},
             )
             | ({} if self.catalog is None else {"dagster/table_name": str(self.catalog.of(known.table))}),

@@ -136,8 +136,16 @@ def resnapshot(settings: Settings, tables: Sequence[TableName] | None, source: S
         return RunReport.join([*parts, *_what_waited(settings, run, parts, waited)])
 
 
-def verify(settings: Settings, tables: Collection[TableName] | None, source: Source = OWN) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Compare source and `current` at one LSN; return the comparison as JSON, and the tables in error with their reasons."""
+def verify(
+    settings: Settings, tables: Collection[TableName] | None, source: Source = OWN, *, every: bool = False
+) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Compare source and `current` at one LSN; return the comparison as JSON, and the tables in error with their reasons.
+
+    `tables` are compared whole, with `every` all that are published. Else it takes about PGWAL_VERIFY_BUDGET.
+    """
+    if every:
+        published = Ledger(Lake(settings.lake)).publish()
+        tables = sorted(published.tables) if published is not None else None
     with _jobs(settings, source=source) as run:
         parts = run("verify", config={"tables": [str(table) for table in tables]} if tables is not None else {})
         return next(dict(part["verify"]) for part in parts if "verify" in part), RunReport.join(parts).errors

@@ -4,6 +4,7 @@ Every commit carries the LSN that it brings the table to (Delta's `txnAppId` and
 """
 
 from dataclasses import dataclass
+from datetime import datetime
 
 from pgwal_pipeline.lake.fold import ANYTHING, ChunkSnapshot, Shape, Traits
 from pgwal_pipeline.lake.standing import FENCE, open_current
@@ -17,7 +18,7 @@ class MergeRequest:
     """Events of raw with `from_lsn <= commit LSN < to_lsn`, to be merged into a `current` table that stands at `from_lsn`.
 
     `key` is empty for a bag of rows. `columns` are the source's, in its order. `schema_json` is their Delta schema; without it they have
-    the types of the tables in the lake. `rows` is how many events the ledger counts, 0 if unknown.
+    the types of the tables in the lake. `rows` is how many events the ledger counts, 0 if unknown. With `keeps` deleted rows stay, marked.
     """
 
     table: TableName
@@ -30,11 +31,12 @@ class MergeRequest:
     traits: Traits = ANYTHING
     schema_json: str | None = None
     rows: int = 0
+    keeps: bool = False
 
     @property
     def shape(self) -> Shape:
         """The table that is folded."""
-        return Shape(self.table, self.key, self.columns)
+        return Shape(self.table, self.key, self.columns, self.keeps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class ReplaceRequest:
     Only the rows of `chunks` count at `snapshot_path`; `snapshot_lsn` becomes their `_pgwal_commit_lsn`. A bag of rows has been read under
     one snapshot. The raw table may not exist yet, and the snapshot table does not exist if no chunk held a row. `keep` are columns of the
     present `current` that the source has dropped: they stay, null in every row. `rows` is how many rows and events the ledger counts, 0 if
-    unknown.
+    unknown. With `keeps` the rows of the present `current` stay that the source has no longer, marked; those of which no deletion is known
+    are deleted at `snapshot_lsn` and `read_at`. `clean`: the present `current` has no value that may not stay.
     """
 
     table: TableName
@@ -62,11 +65,14 @@ class ReplaceRequest:
     schema_json: str | None = None
     rows: int = 0
     keep: tuple[str, ...] = ()
+    keeps: bool = False
+    read_at: datetime | None = None
+    clean: bool = True
 
     @property
     def shape(self) -> Shape:
         """The table that is folded."""
-        return Shape(self.table, self.key, self.columns)
+        return Shape(self.table, self.key, self.columns, self.keeps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,13 @@ from pgwal_pipeline.values.relation import TableName
 MASKS = ("last4",)
 """The masks that `mask` takes."""
 
+DROP, KEEP = "drop", "keep"
+"""What becomes of deleted rows: `current` loses them, or keeps them with when they were deleted."""
+
 EXCLUDED, HASHED = "exclude", "hash"
 """What becomes of a column that is left out, or hashed; one that is masked has the name of its mask."""
 
-_LATER = {"deletes": ("drop", None), "history": (False, None), "on_schema_change": ("propagate", None)}
+_LATER = {"history": (False, None), "on_schema_change": ("propagate", None)}
 """Options that are not supported yet, each with the values that mean what is done without it."""
 
 
@@ -39,13 +42,14 @@ class Options:
     """The options of one table.
 
     `exclude` and `hash` are globs of columns, `mask` pairs of a glob and a mask. `rows` is the SQL condition of the rows that are wanted,
-    None for all.
+    None for all. `deletes` is KEEP, or None for DROP.
     """
 
     exclude: tuple[str, ...] = ()
     hash: tuple[str, ...] = ()
     mask: tuple[tuple[str, str], ...] = ()
     rows: str | None = None
+    deletes: str | None = None
 
     def treatment(self, column: str) -> str | None:
         """Return what becomes of a column: EXCLUDED, HASHED, a mask, or None if it arrives as it is. The strictest option counts."""
@@ -54,6 +58,11 @@ class Options:
         if any(name_matches(column, glob) for glob in self.hash):
             return HASHED
         return next((mask for glob, mask in reversed(self.mask) if name_matches(column, glob)), None)
+
+    @property
+    def keeps_deleted(self) -> bool:
+        """Whether `current` keeps deleted rows."""
+        return self.deletes == KEEP
 
     @property
     def protects(self) -> bool:
@@ -66,7 +75,13 @@ class Options:
 
     def to_json(self) -> dict[str, Any]:
         """Return the options that are set, as they are written."""
-        written = {"exclude": list(self.exclude), "hash": list(self.hash), "mask": dict(self.mask), "rows": self.rows}
+        written = {
+            "exclude": list(self.exclude),
+            "hash": list(self.hash),
+            "mask": dict(self.mask),
+            "rows": self.rows,
+            "deletes": self.deletes,
+        }
         return {name: value for name, value in written.items() if value}
 
 
@@ -149,6 +164,10 @@ def _parsed(glob: str, options: object) -> Iterable[tuple[str, Any]]:
             yield name, _masks(glob, value)
         elif name == "rows":
             yield name, _condition(glob, value)
+        elif name == "deletes":
+            if value not in (DROP, KEEP, None):
+                raise OptionError(f"gives {glob} the option deletes, which takes {DROP} or {KEEP}")
+            yield name, KEEP if value == KEEP else None
         else:
             known = ", ".join([option.name for option in fields(Options)])
             raise OptionError(f"gives {glob} the option {name!r}, which there is not; options are {known}")
