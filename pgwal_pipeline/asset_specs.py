@@ -10,7 +10,7 @@ import dagster as dg
 from pgwal_pipeline.known_tables import KnownTable
 from pgwal_pipeline.messages.printable import code_span, distinct, plain_markdown, printable
 from pgwal_pipeline.values.catalog_name import CatalogPattern
-from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
+from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, DELETED_AT, DELETED_LSN, OP, ORDINAL, TEXT, UNCHANGED, WINDOW, XID
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline.values.table_options import TableOptions
 
@@ -53,6 +53,10 @@ _RAW_COLUMNS = (
 _CURRENT_COLUMNS = (
     (COMMIT_LSN, "long", "where the commit record of the row's newest change starts"),
     (TEXT, "map<string,string>", "values that their columns cannot hold, as Postgres writes them"),
+)
+_DELETED_COLUMNS = (
+    (DELETED_AT, "timestamp", "when the row was deleted; null for rows that the source has"),
+    (DELETED_LSN, "long", "where the commit record of its deletion starts"),
 )
 
 
@@ -206,7 +210,7 @@ class AssetSpecs:
             | self._stored(
                 known,
                 self.lake.current(known.location),
-                current_schema(known),
+                current_schema(known, deleted=self.options.of(known.table).keeps_deleted),
                 {name: [raw, snapshot] for name in _names(known)},
             )
             | ({} if self.catalog is None else {"dagster/table_name": str(self.catalog.of(known.table))}),
@@ -217,9 +221,9 @@ class AssetSpecs:
         return _stored(path, schema, lineage) | ({"pgwal/options": options} if options else {})
 
 
-def current_schema(known: KnownTable) -> dg.TableSchema:
-    """Return the columns of a current table, as Dagster shows them."""
-    return _lake_schema(known, _CURRENT_COLUMNS)
+def current_schema(known: KnownTable, *, deleted: bool) -> dg.TableSchema:
+    """Return the columns of a current table, as Dagster shows them; `deleted`: whether it keeps deleted rows."""
+    return _lake_schema(known, (*_CURRENT_COLUMNS, *(_DELETED_COLUMNS if deleted else ())))
 
 
 def _named(layer: Layer, known: KnownTable) -> dict[str, Any]:

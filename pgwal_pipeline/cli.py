@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -337,20 +337,27 @@ def status(as_json: bool) -> None:
 
 @main.command()
 @click.argument("tables", nargs=-1, metavar="[TABLE...]")
+@click.option("--all", "every", is_flag=True, help="Compare every table whole, however long it takes.")
 @_json_option
 @_command
-def verify(tables: tuple[str, ...], as_json: bool) -> None:
+def verify(tables: tuple[str, ...], every: bool, as_json: bool) -> None:
     """Compare every value of source and current at one LSN; brings current there first. Exit 1 on a difference."""
     with _quiet_stdout():
+        if every and tables:
+            raise click.UsageError("Name tables, or give --all, not both.")
         settings, names = _settings(), _table_names(tables) or None
         from pgwal_pipeline import runs
 
-        answer, errors = runs.verify(settings, names)
+        answer, errors = runs.verify(settings, names, every=every)
 
     def lines() -> Iterator[str]:
         for name, table in answer["tables"].items():
             verdict = "equal" if table["equal"] else f"{table['missing']} missing, {table['extra']} extra, {table['different']} different"
-            yield f"{name}: {table['rows']:,} rows, {verdict}"
+            proof = answer["proofs"][name]
+            yield f"{name}: {table['rows']:,} rows{'' if proof['whole'] else ' of it'}, {verdict}"
+            yield from (f"  {_difference(one)}" for one in proof["differences"])
+        if answer["left"]:
+            yield f"left to a later run: {', '.join(answer['left'])}"
         yield f"{'equal' if answer['equal'] else 'different'} at {answer['lsn']}"
 
     _answer(as_json, answer, lines)
@@ -360,6 +367,13 @@ def verify(tables: tuple[str, ...], as_json: bool) -> None:
     failed = {name: reason for name, reason in errors.items() if names is None or name in map(str, names)}
     if failed:
         _fail(f"{', '.join(failed)} could not be compared; the other tables were. {' '.join(failed.values())}", 1)
+
+
+def _difference(row: Mapping[str, Any]) -> str:
+    """A row that differs, for people. The value of a protected column is not shown."""
+    key = ", ".join(f"{name} = {'(protected)' if value is None else value}" for name, value in row["key"].items())
+    columns = f" in {', '.join(row['columns'])}" if row["columns"] else ""
+    return f"{row['kind']}{columns}: the row with {key}"
 
 
 @main.command("as-of")

@@ -133,8 +133,14 @@ def resnapshot(settings: Settings, tables: Sequence[TableName] | None) -> RunRep
         return RunReport.join([*parts, *_what_waited(settings, run, parts, waited)])
 
 
-def verify(settings: Settings, tables: Collection[TableName] | None) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Compare source and `current` at one LSN; return the comparison as JSON, and the tables in error with their reasons."""
+def verify(settings: Settings, tables: Collection[TableName] | None, *, every: bool = False) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Compare source and `current` at one LSN; return the comparison as JSON, and the tables in error with their reasons.
+
+    `tables` are compared whole, with `every` all that are published. Else it takes about PGWAL_VERIFY_BUDGET.
+    """
+    if every:
+        published = Ledger(Lake(settings.lake)).publish()
+        tables = sorted(published.tables) if published is not None else None
     with _jobs(settings) as run:
         parts = run("verify", config={"tables": [str(table) for table in tables]} if tables is not None else {})
         return next(dict(part["verify"]) for part in parts if "verify" in part), RunReport.join(parts).errors

@@ -171,6 +171,8 @@ class Settings(BaseModel):
     memory_budget: Annotated[Size, Field(ge=1 << 20, description="a size of at least 1MB such as 256MB")] = 256 << 20
     raw_retention: Annotated[Duration, Field(ge=0, description="a duration such as 7d")] = 7 * 86400.0
     as_of_retention: Annotated[Duration, Field(ge=0, description="a duration such as 7d")] = 7 * 86400.0
+    verify_every: Annotated[Duration, Field(gt=0, description="a duration such as 7d")] = 7 * 86400.0
+    verify_budget: Annotated[Duration, Field(gt=0, description="a duration such as 5min")] = 300.0
     spark_master: Annotated[str, Field(min_length=1, description="a Spark master such as local[*] or spark://host:7077")] = "local[*]"
     spark_remote: Annotated[str | None, Field(pattern=r"\Asc://", description="a Spark Connect address such as sc://host:15002")] = None
     spark_idle: Annotated[Duration, Field(ge=0, description="a duration such as 15min; 0 starts Spark in each run")] = 900.0

@@ -43,8 +43,14 @@ def _expression(name: str, type_name: str, typmod: int) -> str:
 
 
 def lake_rows(path: str, version: int | None = None, dropped: Collection[str] = ()) -> tuple[list[str], Counter[tuple[Any, ...]]]:
-    """The columns and every row of a `current` table at a version, without the pipeline's own columns and those that the source dropped."""
+    """The columns and every row of a `current` table at a version, without the pipeline's own columns and those that the source dropped.
+
+    Rows that it keeps after they were deleted are left out.
+    """
     frame = pl.scan_delta(path, version=version).collect()
+    if "_pgwal_deleted_lsn" in frame.columns:
+        assert frame.filter(pl.col("_pgwal_deleted_lsn").is_null() != pl.col("_pgwal_deleted_at").is_null()).is_empty()
+        frame = frame.filter(pl.col("_pgwal_deleted_lsn").is_null())
     columns = [name for name in frame.columns if not name.startswith("_pgwal_") and name not in dropped]
     return columns, rows_of(frame.select(columns))
 

@@ -33,7 +33,7 @@ def test_the_location_loads_with_no_source_and_no_state() -> None:
         "verify",
     ]
     assert sorted(sensor.name for sensor in repository.sensor_defs) == ["maintenance_need", "new_tables", "wal_lag"]
-    assert sorted(schedule.name for schedule in repository.schedule_defs) == ["hourly_sync"]
+    assert sorted(schedule.name for schedule in repository.schedule_defs) == ["hourly_sync", "nightly_verify"]
     assert [key.to_user_string() for key in repository.asset_graph.get_all_asset_keys()] == ["slot/pgwal"]
     assert sorted(definitions.resources or {}) == ["lake", "slot", "spark"]
 
@@ -41,7 +41,9 @@ def test_the_location_loads_with_no_source_and_no_state() -> None:
 def test_all_that_asks_for_runs_is_on_from_the_start() -> None:
     repository = code_location.defs().get_repository_def()
     assert {sensor.default_status for sensor in repository.sensor_defs} == {dg.DefaultSensorStatus.RUNNING}
-    assert {schedule.default_status for schedule in repository.schedule_defs} == {dg.DefaultScheduleStatus.RUNNING}
+    statuses = {schedule.name: schedule.default_status for schedule in repository.schedule_defs}
+    assert statuses.pop("nightly_verify") == dg.DefaultScheduleStatus.STOPPED  # it costs a comparison: who wants it turns it on
+    assert set(statuses.values()) == {dg.DefaultScheduleStatus.RUNNING}
 
 
 def test_the_location_has_one_name() -> None:

@@ -40,6 +40,8 @@ MEANINGS = {
     "memory_budget": "Bytes of undecoded and unwritten changes held at once",
     "raw_retention": "Raw windows older than this, and published, may be pruned",
     "as_of_retention": "How long the versions that a publish names stay readable",
+    "verify_every": "Each table is proven whole to equal its source within this time",
+    "verify_budget": "How long one run of verify compares, about",
     "spark_master": "The Spark master",
     "spark_remote": "A Spark Connect server instead of a session of our own",
     "spark_idle": "How long the warm engine of a local master outlives its last use",

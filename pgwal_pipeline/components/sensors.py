@@ -261,7 +261,7 @@ def _attempt(cursor: str | None) -> int:
 
 
 def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition]:
-    """Build the schedules: a sync every hour, in case the lag sensor is off."""
+    """Build the schedules: a sync every hour, in case the lag sensor is off, and a comparison each night, which is off at first."""
 
     @dg.schedule(
         name=source.named("hourly_sync"),
@@ -274,7 +274,14 @@ def build_schedules(source: CdcSource, jobs: Jobs) -> list[dg.ScheduleDefinition
     def hourly_sync(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
         return evaluate_hourly_sync(context.instance, source, getattr(context.resources, source.slot_key))
 
-    return [hourly_sync]
+    nightly_verify = dg.ScheduleDefinition(
+        name=source.named("nightly_verify"),
+        description="Compares current with the source, for about PGWAL_VERIFY_BUDGET: each table whole within PGWAL_VERIFY_EVERY.",
+        job=jobs.verify,
+        cron_schedule="23 2 * * *",
+        default_status=dg.DefaultScheduleStatus.STOPPED,
+    )
+    return [hourly_sync, nightly_verify]
 
 
 def evaluate_hourly_sync(instance: dg.DagsterInstance, source: CdcSource, slot: "ReplicationSlot") -> dg.RunRequest | dg.SkipReason:

@@ -11,7 +11,7 @@ from pyspark.sql.types import StructType
 
 from pgwal_pipeline.lake.columns import exact_row, literal, quote
 from pgwal_pipeline.lake.fold import Shape
-from pgwal_pipeline.values.own_columns import COMMIT_LSN, OP, TEXT
+from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, DELETED_AT, DELETED_LSN, OP, TEXT
 from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ def counted(events: "DataFrame", shape: Shape) -> "DataFrame":
     """Return each row that gains or loses copies: its columns, `_pgwal_text`, `_pgwal_commit_lsn`, ROW, and `_pgwal_change` (not 0)."""
     weight = f"sum(CASE WHEN {OP} IN ('I', 'U') THEN 1 ELSE -1 END) AS _pgwal_change"
     values = [*(f"first({quote(name)}) AS {quote(name)}" for name in (*shape.columns, TEXT)), f"max({COMMIT_LSN}) AS {COMMIT_LSN}"]
+    if shape.keeps:
+        values.append(f"max(CASE WHEN {OP} IN ('D', 'K') THEN struct({COMMIT_LSN} AS lsn, {COMMITTED_AT} AS at) END) AS _pgwal_removed")
     rows = _with_identity(events, shape)
     return rows.groupBy(ROW).agg(*map(F.expr, values), F.expr(weight)).where("_pgwal_change != 0")
 
@@ -48,6 +50,8 @@ def renewed(changes: "DataFrame", base: "DataFrame", shape: Shape) -> "DataFrame
     """Return the rows, with ROW and TAKEN, that bring the bag `base` up to date with `changes`.
 
     For each row that loses copies there is one order to delete all of its copies; every other row is a copy to insert after that.
+
+    Where deleted rows stay, each copy that is removed is inserted as one of them; `base` is the living rows.
 
     Reading the result fails with `missing_marker` if `base` has fewer copies of a row than are to be removed.
     """
@@ -60,19 +64,29 @@ def renewed(changes: "DataFrame", base: "DataFrame", shape: Shape) -> "DataFrame
     left = "coalesce(_pgwal_copies, 0L) + _pgwal_change"
     failure = f"CAST(raise_error({literal(missing_marker(shape.table))}) AS bigint)"
     wanted = f"CASE WHEN {more} THEN _pgwal_change WHEN {left} >= 0 THEN {left} ELSE {failure} END"
-    orders = "CASE WHEN _pgwal_change < 0 THEN array(true) ELSE CAST(array() AS array<boolean>) END"
-    return changes.join(copies, F.expr(f"{ROW} = _pgwal_found"), "left").selectExpr(
+    orders = "CASE WHEN _pgwal_change < 0 THEN array('taken') ELSE CAST(array() AS array<string>) END"
+    fates = [orders, f"array_repeat('living', CAST({wanted} AS int))"]
+    if shape.keeps:
+        fates.append("array_repeat('deleted', CAST(greatest(-_pgwal_change, 0L) AS int))")
+    one = changes.join(copies, F.expr(f"{ROW} = _pgwal_found"), "left").selectExpr(
+        "*", f"explode(concat({', '.join(fates)})) AS _pgwal_fate"
+    )
+    newest = f"CASE WHEN {more} THEN {COMMIT_LSN} ELSE coalesce(_pgwal_newest, {COMMIT_LSN}) END"
+    deleted = "CASE WHEN _pgwal_fate = 'deleted' THEN _pgwal_removed"
+    marks = [f"{deleted}.at END AS {DELETED_AT}", f"{deleted}.lsn END AS {DELETED_LSN}"] if shape.keeps else []
+    return one.selectExpr(
         *map(quote, shape.columns),
-        f"CASE WHEN {more} THEN {COMMIT_LSN} ELSE coalesce(_pgwal_newest, {COMMIT_LSN}) END AS {COMMIT_LSN}",
+        f"{f'coalesce({deleted}.lsn END, {newest})' if shape.keeps else newest} AS {COMMIT_LSN}",
         TEXT,
         ROW,
-        f"explode(concat({orders}, array_repeat(false, CAST({wanted} AS int)))) AS {TAKEN}",
+        f"_pgwal_fate = 'taken' AS {TAKEN}",
+        *marks,
     )
 
 
 def applied(changes: "DataFrame", base: "DataFrame", shape: Shape) -> "DataFrame":
-    """Return the bag `base` after `changes`: the columns, `_pgwal_commit_lsn` and `_pgwal_text`."""
-    output = [*map(quote, shape.columns), COMMIT_LSN, TEXT]
+    """Return the bag `base` after `changes`: the columns, `_pgwal_commit_lsn`, `_pgwal_text`, and where deleted rows stay, their marks."""
+    output = [*map(quote, shape.columns), COMMIT_LSN, TEXT, *([DELETED_AT, DELETED_LSN] if shape.keeps else [])]
     fewer = changes.where("_pgwal_change < 0").selectExpr(f"{ROW} AS _pgwal_wanted")
     kept = _with_identity(base, shape).join(fewer, F.expr(f"{ROW} = _pgwal_wanted"), "left_anti")
     return kept.selectExpr(*output).unionByName(renewed(changes, base, shape).where(f"NOT {TAKEN}").selectExpr(*output))

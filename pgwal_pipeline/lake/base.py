@@ -16,12 +16,12 @@ import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import IntegerType, LongType, MapType, StringType, StructField, StructType
 
-from pgwal_pipeline.lake import bag, fold
+from pgwal_pipeline.lake import bag, fold, kept
 from pgwal_pipeline.lake.columns import key_parts, null_of, quote
 from pgwal_pipeline.lake.files import no_rows
 from pgwal_pipeline.lake.fold import AT_LSN, AT_ORDINAL, BEFORE_ALL, NO_NAMES, PLACE, ChunkSnapshot, Shape, Traits, Truncate
 from pgwal_pipeline.messages.errors import TableError
-from pgwal_pipeline.values.own_columns import CHUNK, COMMIT_LSN, OP, TEXT, UNCHANGED, XID
+from pgwal_pipeline.values.own_columns import CHUNK, COMMIT_LSN, COMMITTED_AT, OP, TEXT, UNCHANGED, XID
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -112,8 +112,10 @@ def rows_as_read(source: Source, snapshot: "DataFrame | None", shape: Shape, typ
 
 def rows_of_keys(
     source: Source, rows: "DataFrame", steps: "DataFrame", types: StructType, shape: Shape, traits: Traits
-) -> "tuple[DataFrame, DataFrame | None]":
+) -> "tuple[DataFrame, DataFrame | None, DataFrame | None]":
     """Return the snapshot's `rows` with the steps applied, and the changes that lack a value (None if no change can lack one).
+
+    The third part is the changes of keys that have no row any more, if deleted rows stay, else None.
 
     Reading the rows fails with `fold.unsent_marker` if any change lacks a value.
     """
@@ -121,9 +123,16 @@ def rows_of_keys(
     placed = _placed(source, touched, steps, shape)
     if source.chunks:
         placed = placed.unionByName(_absences(source, touched, steps, shape))
-    renewed, lacking = fold.rows_alone(fold.net(placed, types, shape, traits), shape, traits)
+    gone = None
+    if shape.keeps:
+        changes = kept.net(placed, types, shape, traits)
+        gone = changes.where(fold.GONE)
+        changes = changes.where(f"NOT {fold.GONE}").drop(fold.KNOWN, COMMITTED_AT)
+    else:
+        changes = fold.net(placed, types, shape, traits)
+    renewed, lacking = fold.rows_alone(changes, shape, traits)
     untouched = fold.matching(rows, steps, shape.key, "left_anti").selectExpr(*map(quote, renewed.columns))
-    return untouched.unionByName(renewed), lacking
+    return untouched.unionByName(renewed), lacking, gone
 
 
 def rows_of_bag(source: Source, rows: "DataFrame", steps: "DataFrame", shape: Shape) -> "DataFrame":
@@ -167,7 +176,8 @@ def _absences(source: Source, touched: "DataFrame", steps: "DataFrame", shape: S
     known = F.broadcast(source.chunk_table.where(f"{_NUMBER} = {first}").drop(CHUNK, _NUMBER))
     seen = steps.join(known, how="cross").where(_VISIBLE)
     of_key = map(F.expr, fold.numbered(key_parts(steps.schema, shape.key)))
-    newest = f"max_by(struct({', '.join([*map(quote, shape.key), TEXT])}), struct({AT_LSN}, {AT_ORDINAL})) AS _pgwal_newest"
+    known = [TEXT, f"CASE WHEN {OP} IN ('D', 'K') THEN {COMMITTED_AT} END AS at"] if shape.keeps else [TEXT]
+    newest = f"max_by(struct({', '.join([*map(quote, shape.key), *known])}), struct({AT_LSN}, {AT_ORDINAL})) AS _pgwal_newest"
     found = seen.groupBy(*of_key).agg(F.expr(f"max({PLACE}) AS _pgwal_place"), F.expr(newest))
     kinds = {name: steps.schema[name].dataType for name in shape.columns}
     values = {name: f"_pgwal_newest.{quote(name)}" if name in shape.key else null_of(kind) for name, kind in kinds.items()}
@@ -180,5 +190,6 @@ def _absences(source: Source, touched: "DataFrame", steps: "DataFrame", shape: S
         f"{NO_NAMES} AS {UNCHANGED}",
         f"_pgwal_place.lsn AS {AT_LSN}",
         f"_pgwal_place.ordinal AS {AT_ORDINAL}",
+        *([f"_pgwal_newest.at AS {COMMITTED_AT}"] if shape.keeps else []),
     )
     return fold.matching(absent, touched, shape.key, "left_anti")

@@ -32,14 +32,17 @@ def clean_raw(lake: Lake, location: TableName, oid: int) -> None:
                 remove_file(lake.uri, info.path)
 
 
-def clean_chunks(ledger: Ledger, location: TableName) -> None:
-    """Remove the bounds of a table's chunks, which are values of its key, and the ledger's files that had them. Raises LakeError."""
-    ledger.forget_chunks(location)
-    uri = ledger.lake.ledger("chunks")
-    with lake_errors(uri):
-        table = open_table(ledger.lake, uri)
-        if table is not None:
-            table.vacuum(retention_hours=0, dry_run=False, enforce_retention_duration=False)
+def clean_keys(ledger: Ledger, location: TableName) -> None:
+    """Remove the bounds of a table's chunks and of its proof, which are values of its key, and the ledger's files that had them.
+
+    Raises LakeError.
+    """
+    ledger.forget_keys(location)
+    for uri in (ledger.lake.ledger("chunks"), ledger.lake.ledger("proofs")):
+        with lake_errors(uri):
+            table = open_table(ledger.lake, uri)
+            if table is not None:
+                table.vacuum(retention_hours=0, dry_run=False, enforce_retention_duration=False)
 
 
 def clean_snapshots(lake: Lake, location: TableName) -> None:

@@ -14,14 +14,14 @@ from deltalake import DeltaTable
 from pyspark.sql.types import StructType
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.lake import bag, files, fold, frozen, key_ranges, rewrite, statements
+from pgwal_pipeline.lake import bag, files, fold, frozen, kept, key_ranges, rewrite, statements
 from pgwal_pipeline.lake.columns import null_of, quote, same_types
 from pgwal_pipeline.lake.files import Files
 from pgwal_pipeline.lake.fold import ChunkSnapshot, Shape, Traits, Unresolved
 from pgwal_pipeline.lake.isolation import conf_for, failures, isolated, set_write_options, table_failures
 from pgwal_pipeline.lake.key_ranges import KeyRanges
 from pgwal_pipeline.lake.properties import delta_features
-from pgwal_pipeline.lake.replacing import replace
+from pgwal_pipeline.lake.replacing import replace, without_deleted
 from pgwal_pipeline.lake.standing import FENCE, generation, last_output_rows, open_current, row_count, rows_in, standing, version, watermark
 from pgwal_pipeline.lake.work import MergeRequest, MergeResult, ReplaceRequest, fence, reached
 from pgwal_pipeline.messages.errors import LakeError, TableError
@@ -72,7 +72,7 @@ def merge(spark: "SparkSession", request: MergeRequest, shared: "SparkSession | 
     table = open_current(request.current_path)
     mark = None if table is None else table.transaction_version(FENCE)
     if table is not None and mark is not None and mark >= request.to_lsn:
-        return MergeResult(table.version(), 0)
+        return MergeResult(_prepared(spark, request, table).version(), 0)
     if table is None or mark != request.from_lsn:
         stands = "does not exist or was not made by this pipeline" if mark is None else f"stands at {format_lsn(mark)}"
         moved = LakeError(
@@ -84,6 +84,7 @@ def merge(spark: "SparkSession", request: MergeRequest, shared: "SparkSession | 
     files.require(request.table, request.rows, {request.raw_path: changes})
     if changes is None:
         raise LakeError(f"{request.table}: its raw table at {request.raw_path} is gone; restore it from a copy of the lake.")
+    table = _prepared(spark, request, table)
     small = _small(request, table, changes)
     if small is not None:
         with for_small_tables(spark) if shared is None else active(shared) as session:
@@ -92,6 +93,21 @@ def merge(spark: "SparkSession", request: MergeRequest, shared: "SparkSession | 
     rows = request.rows + (rows_in(table) if ranges is None else ranges.rows)
     with isolated(spark, _MERGE_CONF | conf_for(rows)) as session:
         return _merge(session, request, changes, ranges)
+
+
+def _prepared(spark: "SparkSession", request: MergeRequest, table: DeltaTable) -> DeltaTable:
+    """Return the table with the columns that say when a row was deleted if it is to keep deleted rows, else without them and the rows."""
+    names = [field.name for field in table.schema().fields]
+    if request.keeps == (kept.DELETED_LSN in names):
+        return table
+    if request.keeps:
+        with isolated(spark, conf_for(0)) as session, failures(str(request.table)):
+            session.sql(statements.add_columns(request.current_path, kept.COLUMNS, [*names, *kept.COLUMNS])).collect()
+    else:
+        without_deleted(spark, request)
+    changed = open_current(request.current_path)
+    assert changed is not None
+    return changed
 
 
 def ranges_of(request: MergeRequest, table: DeltaTable, changes: Files) -> KeyRanges | None:
@@ -113,7 +129,9 @@ def _merge(session: "SparkSession", request: MergeRequest, changes: Files, range
             target = session.read.format("delta").load(request.current_path)
         rows = fold.between(raw, request.from_lsn, request.to_lsn)
         truncate = fold.last_truncate(rows) if request.traits.truncated else None
-        steps = fold.steps(rows, has, shape, target.schema, after=truncate)
+        steps = fold.steps(rows, has, shape, target.schema, after=None if shape.keeps else truncate)
+    if truncate is not None and shape.keeps:
+        return _empty(request, shape, rows, steps, target, truncate)
     if truncate is not None:
         return _overwrite(request, shape, steps, target)
     if not shape.key:
@@ -155,15 +173,20 @@ def _folded(
     steps: "DataFrame", target: "DataFrame", types: StructType, shape: Shape, traits: Traits
 ) -> "tuple[DataFrame, Callable[[], DataFrame | None]]":
     """The changes of a keyed table, which fail when they are read if one lacks a value, and a function that returns those that do."""
+    there = kept.living(target, types.names)
     if traits.key_changes and traits.unchanged:
-        steps = fold.with_left_behind(steps, target, shape)
-    changes = fold.net(steps, types, shape, traits)
+        steps = fold.with_left_behind(steps, there, shape)
+    changes = _net(steps, types, shape, traits)
 
     def lacking() -> "DataFrame":
-        kept = changes.where(f"NOT {fold.GONE} AND {fold.KEPT} IS NOT NULL")
-        return changes.where(f"{fold.LOST} IS NOT NULL").unionByName(fold.matching(kept, target, shape.key, "left_anti"))
+        unsent = changes.where(f"NOT {fold.GONE} AND {fold.KEPT} IS NOT NULL")
+        return changes.where(f"{fold.LOST} IS NOT NULL").unionByName(fold.matching(unsent, there, shape.key, "left_anti"))
 
     return fold.checked(changes, shape, traits), lacking
+
+
+def _net(steps: "DataFrame", types: StructType, shape: Shape, traits: Traits) -> "DataFrame":
+    return kept.net(steps, types, shape, traits) if shape.keeps else fold.net(steps, types, shape, traits)
 
 
 def _merge_changes(
@@ -179,7 +202,7 @@ def _merge_changes(
 
 
 def _merge_bag(session: "SparkSession", request: MergeRequest, shape: Shape, steps: "DataFrame", target: "DataFrame") -> MergeResult:
-    changes = bag.renewed(bag.counted(steps, shape), target, shape)
+    changes = bag.renewed(bag.counted(steps, shape), kept.living(target, target.columns), shape)
     statement = statements.merge_bag(request.current_path, target.schema, changes.schema, _VIEW, shape)
     return _run(session, request, shape, changes, statement, lambda: None)
 
@@ -210,8 +233,30 @@ def _overwrite(request: MergeRequest, shape: Shape, steps: "DataFrame", target: 
         rows, lacking = bag.applied(bag.counted(steps, shape), target.limit(0), shape), None
     with table_failures(shape, lambda: lacking):
         whole = _as_target(rows, target.schema)
+    return _written(request, shape, whole, lacking)
+
+
+def _empty(
+    request: MergeRequest, shape: Shape, events: "DataFrame", steps: "DataFrame", target: "DataFrame", truncate: fold.Truncate
+) -> MergeResult:
+    """Write the table anew after a TRUNCATE that its deleted rows outlive. `steps` are those of all `events`."""
+    types, traits, lacking = target.schema, request.traits, None
+    there = kept.living(target, types.names)
+    if shape.key:
+        whole = kept.emptied(fold.whole_rows(there, shape).unionByName(steps), events, types, shape)
+        changes = kept.net(whole, types, shape, traits)
+        lacking = changes.where(f"{fold.LOST} IS NOT NULL") if traits.unchanged else None
+        kinds = fold.checked_schema(types, shape, traits)
+        rows = rewrite.rows_after(target, types, fold.checked(changes, shape, traits), kinds, shape).drop(rewrite.FATE)
+    else:
+        rows = kept.emptied_bag(target, steps, truncate, events, shape)
+    return _written(request, shape, rows, lacking)
+
+
+def _written(request: MergeRequest, shape: Shape, rows: "DataFrame", lacking: "DataFrame | None") -> MergeResult:
+    with table_failures(shape, lambda: lacking):
         failpoints.hit("publish.in_merge")
-        whole.write.format("delta").mode("overwrite").options(**fence(request.to_lsn)).save(request.current_path)
+        rows.write.format("delta").mode("overwrite").options(**fence(request.to_lsn)).save(request.current_path)
         failpoints.hit("publish.in_merge")
     return MergeResult(reached(request), last_output_rows(request.current_path))
 

@@ -43,7 +43,7 @@ from pyspark.sql.types import (
 from pgwal_pipeline.lake.columns import key_parts, literal, null_of, quote, same_types, text_of
 from pgwal_pipeline.lake.schema import names_in_raw
 from pgwal_pipeline.messages.errors import TableError
-from pgwal_pipeline.values.own_columns import COMMIT_LSN, OP, ORDINAL, TEXT, UNCHANGED, XID
+from pgwal_pipeline.values.own_columns import COMMIT_LSN, COMMITTED_AT, OP, ORDINAL, TEXT, UNCHANGED, XID
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline.values.xid import Snapshot
 
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 GONE = "_pgwal_gone"
 KEPT = "_pgwal_kept"
 LOST = "_pgwal_lost"
+KNOWN = "_pgwal_known"
 AT_LSN = "_pgwal_at_lsn"
 AT_ORDINAL = "_pgwal_at_ordinal"
 
@@ -61,9 +62,9 @@ BEFORE_ALL = -1
 PLACE = f"struct({AT_LSN} AS lsn, {AT_ORDINAL} AS ordinal)"
 NO_NAMES = "CAST(NULL AS array<string>)"
 
-_PLACE = (AT_LSN, AT_ORDINAL, f"CASE WHEN {OP} = 'K' THEN 0 WHEN {OP} IN ('S', 'A') THEN 2 ELSE 1 END")
+ORDER = (AT_LSN, AT_ORDINAL, f"CASE WHEN {OP} = 'K' THEN 0 WHEN {OP} IN ('S', 'A') THEN 2 ELSE 1 END")
 """The total order of a key's steps. At one position `K` comes first, and `S` and `A` last: their snapshot includes the event there."""
-_AT = f"struct({', '.join(f'{part} AS p{number}' for number, part in enumerate(_PLACE))})"
+AT = f"struct({', '.join(f'{part} AS p{number}' for number, part in enumerate(ORDER))})"
 """The order as one comparable value."""
 
 _FIXED = (BooleanType, ByteType, ShortType, IntegerType, LongType, FloatType, DoubleType, DateType, TimestampType, TimestampNTZType)
@@ -88,11 +89,15 @@ ANYTHING = Traits()
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The table that is folded: its name, its key's columns (empty for a bag of rows), and its columns in the source's order."""
+    """The table that is folded: its name, its key's columns (empty for a bag of rows), and its columns in the source's order.
+
+    With `keeps` deleted rows stay, marked: `kept` has the rules. Steps have the time of their commit then, `_pgwal_committed_at`.
+    """
 
     table: TableName
     key: tuple[str, ...]
     columns: tuple[str, ...]
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,7 @@ def steps(rows: "DataFrame", has: StructType, shape: Shape, types: StructType, *
         wanted += f" AND ({COMMIT_LSN} > {after.lsn}L OR {COMMIT_LSN} = {after.lsn}L AND {ORDINAL} > {after.ordinal}L)"
     columns = [_typed(has, name, types[name].dataType) for name in shape.columns]
     own = [OP, COMMIT_LSN, XID, TEXT, UNCHANGED, f"{COMMIT_LSN} AS {AT_LSN}", f"{ORDINAL} AS {AT_ORDINAL}"]
+    own += [COMMITTED_AT] if shape.keeps else []
     return rows.where(wanted).selectExpr(*columns, *own)
 
 
@@ -172,6 +178,7 @@ def whole_rows(rows: "DataFrame", shape: Shape, *extra: str) -> "DataFrame":
         f"{NO_NAMES} AS {UNCHANGED}",
         f"{BEFORE_ALL}L AS {AT_LSN}",
         f"{BEFORE_ALL}L AS {AT_ORDINAL}",
+        *([f"CAST(NULL AS timestamp) AS {COMMITTED_AT}"] if shape.keeps else []),
         *extra,
     )
 
@@ -207,16 +214,18 @@ def checked_schema(types: StructType, shape: Shape, traits: Traits) -> StructTyp
     """Return the schema of `checked`."""
     found = StructType([StructField(name, types[name].dataType) for name in shape.columns])
     found.add(COMMIT_LSN, LongType()).add(TEXT, MapType(StringType(), StringType())).add(GONE, BooleanType())
+    if shape.keeps:
+        found.add(COMMITTED_AT, TimestampType()).add(KNOWN, BooleanType())
     return found.add(KEPT, ArrayType(StringType())) if traits.unchanged else found
 
 
 def _newest(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
     """The changes where every value is sent: the newest step of a key is its row."""
     of_key = ", ".join(key_parts(types, shape.key))
-    backwards = ", ".join(f"{part} DESC" for part in _PLACE)
+    backwards = ", ".join(f"{part} DESC" for part in ORDER)
     nth = f"row_number() OVER (PARTITION BY {of_key} ORDER BY {backwards}) AS _pgwal_nth"
     newest = events.selectExpr("*", nth).where("_pgwal_nth = 1")
-    return newest.selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT, f"{_ends(OP)} AS {GONE}")
+    return newest.selectExpr(*map(quote, shape.columns), COMMIT_LSN, TEXT, f"{ends(OP)} AS {GONE}")
 
 
 def _newest_sent(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
@@ -224,13 +233,13 @@ def _newest_sent(events: "DataFrame", types: StructType, shape: Shape) -> "DataF
     movable = may_be_unsent(types, shape)
     last = ", ".join([OP, COMMIT_LSN, TEXT, *_fixed(shape, movable)])
     of_key = map(F.expr, numbered(key_parts(types, shape.key)))
-    folded = events.groupBy(*of_key).agg(F.expr(f"max_by(struct({last}), {_AT}) AS _pgwal_last"), *map(F.expr, _sent_values(movable)))
-    gone = _ends(f"_pgwal_last.{OP}")
-    unsent = f"CASE WHEN NOT {gone} THEN {_unsent_names(movable)} END"
+    folded = events.groupBy(*of_key).agg(F.expr(f"max_by(struct({last}), {AT}) AS _pgwal_last"), *map(F.expr, sent_values(movable)))
+    gone = ends(f"_pgwal_last.{OP}")
+    unsent = f"CASE WHEN NOT {gone} THEN {unsent_names(movable)} END"
     return folded.selectExpr(
         *_values(shape, movable),
         f"_pgwal_last.{COMMIT_LSN} AS {COMMIT_LSN}",
-        _merged_text(movable),
+        merged_text(movable),
         f"{gone} AS {GONE}",
         *_judged(unsent, "false"),
     )
@@ -238,26 +247,9 @@ def _newest_sent(events: "DataFrame", types: StructType, shape: Shape) -> "DataF
 
 def _followed(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
     """The changes where rows change their keys and values may be unsent: each row is followed through its life."""
-    lives = _with_lives(events, types, shape)
-    movable = may_be_unsent(types, shape)
-    apart = "CASE WHEN _pgwal_life IS NULL THEN"
-    group = ["_pgwal_life", f"{apart} _pgwal_birth_number END AS _pgwal_number"]
-    group += numbered([f"{apart} {part} END" for part in key_parts(types, shape.key)])
-    last = ", ".join([OP, COMMIT_LSN, TEXT, "_pgwal_is_last", "_pgwal_birth_number", "_pgwal_life", *_fixed(shape, movable)])
-    folded = lives.groupBy(*map(F.expr, group)).agg(
-        F.expr(f"max_by(struct({last}), {_AT}) AS _pgwal_last"), *map(F.expr, _sent_values(movable))
-    )
-    stayed = "(_pgwal_last._pgwal_life IS NULL AND _pgwal_last._pgwal_birth_number = 0)"
-    ended = _ends(f"_pgwal_last.{OP}")
-    alive = folded.where(f"_pgwal_last._pgwal_is_last AND NOT {ended}").selectExpr(
-        *_values(shape, movable),
-        f"_pgwal_last.{COMMIT_LSN} AS {COMMIT_LSN}",
-        _merged_text(movable),
-        f"false AS {GONE}",
-        *_judged(_unsent_names(movable), f"NOT {stayed}"),
-    )
+    lives = with_lives(events, types, shape)
     kinds = {name: types[name].dataType for name in shape.columns}
-    gone = lives.where(f"_pgwal_is_last AND {_ends(OP)}").selectExpr(
+    gone = lives.where(f"_pgwal_is_last AND {ends(OP)}").selectExpr(
         *(quote(name) if name in shape.key else f"{null_of(kind)} AS {quote(name)}" for name, kind in kinds.items()),
         COMMIT_LSN,
         TEXT,
@@ -265,11 +257,36 @@ def _followed(events: "DataFrame", types: StructType, shape: Shape) -> "DataFram
         f"{NO_NAMES} AS {KEPT}",
         f"{NO_NAMES} AS {LOST}",
     )
-    return alive.unionByName(gone)
+    return living(lives, types, shape).unionByName(gone)
 
 
-def _with_lives(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
-    """The steps with three more columns for `_followed`.
+def of_life(types: StructType, shape: Shape) -> list[str]:
+    """Return the expressions that are equal for the steps of one life (`with_lives`), or of one incarnation that is in no life."""
+    apart = "CASE WHEN _pgwal_life IS NULL THEN"
+    return ["_pgwal_life", f"{apart} _pgwal_birth_number END", *(f"{apart} {part} END" for part in key_parts(types, shape.key))]
+
+
+def living(lives: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
+    """Return the changes of `lives` (`with_lives`) that have a row: each life is followed to its end."""
+    movable = may_be_unsent(types, shape)
+    group = [f"{part} AS _pgwal_l{number}" for number, part in enumerate(of_life(types, shape))]
+    last = ", ".join([OP, COMMIT_LSN, TEXT, "_pgwal_is_last", "_pgwal_birth_number", "_pgwal_life", *_fixed(shape, movable)])
+    folded = lives.groupBy(*map(F.expr, group)).agg(
+        F.expr(f"max_by(struct({last}), {AT}) AS _pgwal_last"), *map(F.expr, sent_values(movable))
+    )
+    stayed = "(_pgwal_last._pgwal_life IS NULL AND _pgwal_last._pgwal_birth_number = 0)"
+    ended = ends(f"_pgwal_last.{OP}")
+    return folded.where(f"_pgwal_last._pgwal_is_last AND NOT {ended}").selectExpr(
+        *_values(shape, movable),
+        f"_pgwal_last.{COMMIT_LSN} AS {COMMIT_LSN}",
+        merged_text(movable),
+        f"false AS {GONE}",
+        *_judged(unsent_names(movable), f"NOT {stayed}"),
+    )
+
+
+def with_lives(events: "DataFrame", types: StructType, shape: Shape) -> "DataFrame":
+    """Return the steps with three more columns, by which a row is followed through changes of its key.
 
     `_pgwal_life` is the position of the row's first key change, null for a row that never changed its key. `_pgwal_birth_number` counts
     the incarnations that have begun under the key so far. `_pgwal_is_last` marks the key's last step.
@@ -279,7 +296,7 @@ def _with_lives(events: "DataFrame", types: StructType, shape: Shape) -> "DataFr
     arrives = f"({OP} = 'U' AND _pgwal_move_lsn IS NOT NULL)"
     born = f"({OP} IN ('I', 'S') OR {arrives})"
     of_key = f"PARTITION BY {', '.join(key_parts(types, shape.key))}"
-    ordered = f"{of_key} ORDER BY {', '.join(_PLACE)}"
+    ordered = f"{of_key} ORDER BY {', '.join(ORDER)}"
     so_far = f"{ordered} ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW"
     birth = f"CASE WHEN {born} THEN struct({PLACE} AS place, {arrives} AS arrives) END"
     counted = (
@@ -383,8 +400,8 @@ def may_be_unsent(schema: StructType, shape: Shape) -> list[str]:
     return [name for name in shape.columns if not isinstance(schema[name].dataType, _FIXED)]
 
 
-def _ends(op: str) -> str:
-    """The expression whether a key has no row after a step with that op."""
+def ends(op: str) -> str:
+    """Return the expression whether a key has no row after a step with that op."""
     return f"{op} IN ('D', 'K', 'A')"
 
 
@@ -392,14 +409,20 @@ def _fixed(shape: Shape, movable: Sequence[str]) -> list[str]:
     return [quote(name) for name in shape.columns if name not in movable]
 
 
-def _sent_values(movable: Sequence[str]) -> list[str]:
-    """Per column the newest value sent and its text, as a struct (v, t) named `_pgwal_v<number>`; null if no value was sent."""
-    found = []
-    for number, name in enumerate(movable):
-        sent = f"CASE WHEN {OP} IN ('I', 'U', 'S') AND NOT coalesce(array_contains({UNCHANGED}, {literal(name)}), false) THEN"
-        value = f"struct({quote(name)} AS v, {text_of(name)} AS t)"
-        found.append(f"max_by({sent} {value} END, {sent} {_AT} END) AS _pgwal_v{number}")
-    return found
+def sent_values(movable: Sequence[str]) -> list[str]:
+    """Return per column the newest value sent and its text, as a struct (v, t) named `_pgwal_v<number>`; null if no value was sent."""
+    sent = [(sent_value(name), if_sent(name, AT)) for name in movable]
+    return [f"max_by({value}, {at}) AS _pgwal_v{number}" for number, (value, at) in enumerate(sent)]
+
+
+def sent_value(name: str) -> str:
+    """Return the expression of the value of a column that a step sent, and its text, as a struct (v, t); null if it sent none."""
+    return if_sent(name, f"struct({quote(name)} AS v, {text_of(name)} AS t)")
+
+
+def if_sent(name: str, value: str) -> str:
+    """Return the expression that is `value` in a step which sent a value of the column, else null."""
+    return f"CASE WHEN {OP} IN ('I', 'U', 'S') AND NOT coalesce(array_contains({UNCHANGED}, {literal(name)}), false) THEN {value} END"
 
 
 def _values(shape: Shape, movable: Sequence[str]) -> list[str]:
@@ -407,19 +430,19 @@ def _values(shape: Shape, movable: Sequence[str]) -> list[str]:
     return [f"{sent.get(name, f'_pgwal_last.{quote(name)}')} AS {quote(name)}" for name in shape.columns]
 
 
-def _merged_text(movable: Sequence[str]) -> str:
-    """`_pgwal_text` of the folded row: each entry comes from the same step as its column's value."""
+def merged_text(movable: Sequence[str], last: str = f"_pgwal_last.{TEXT}") -> str:
+    """Return `_pgwal_text` of a folded row: entries of `movable` columns come with their values, the others from the expression `last`."""
     names = ", ".join(literal(name) for name in movable)
     ours = ", ".join(f"struct({literal(name)} AS key, _pgwal_v{number}.t AS value)" for number, name in enumerate(movable))
     if not movable:
-        return f"_pgwal_last.{TEXT} AS {TEXT}"
-    fixed = f"coalesce(map_entries(map_filter(_pgwal_last.{TEXT}, (k, v) -> NOT k IN ({names}))), array())"
+        return f"{last} AS {TEXT}"
+    fixed = f"coalesce(map_entries(map_filter({last}, (k, v) -> NOT k IN ({names}))), array())"
     entries = f"filter(concat({fixed}, array({ours})), e -> e.value IS NOT NULL)"
     return f"CASE WHEN size({entries}) > 0 THEN map_from_entries({entries}) END AS {TEXT}"
 
 
-def _unsent_names(movable: Sequence[str]) -> str:
-    """The names of the columns without a value that was sent, as an array; null if there is none."""
+def unsent_names(movable: Sequence[str]) -> str:
+    """Return the names of the columns without a value that was sent, as an array; null if there is none."""
     if not movable:
         return NO_NAMES
     names = ", ".join(f"CASE WHEN _pgwal_v{number} IS NULL THEN {literal(name)} END" for number, name in enumerate(movable))

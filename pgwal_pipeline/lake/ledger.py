@@ -16,7 +16,7 @@ from pgwal_pipeline.lake import rows as as_rows
 from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.layout import Lake, filesystem
 from pgwal_pipeline.lake.log import ALL, NEWEST, SEQUENCE, RowLog
-from pgwal_pipeline.lake.records import Chunk, Plan, Publish, Registration, Source, TablePointer, TableState, Window
+from pgwal_pipeline.lake.records import FORMAT, Chunk, Plan, Proof, Publish, Registration, Source, TablePointer, TableState, Window
 from pgwal_pipeline.lake.stream_facts import Read
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.values.lsn import format_lsn
@@ -24,7 +24,7 @@ from pgwal_pipeline.values.relation import TableName
 
 __all__ = ["LOGS", "Chunk", "Ledger", "Plan", "Publish", "Read", "Source", "TablePointer", "TableState", "Window"]
 
-LOGS = ("source", "windows", "plans", "reads", "tables", "chunks", "publishes", "registrations")
+LOGS = ("source", "windows", "plans", "reads", "tables", "chunks", "publishes", "registrations", "proofs")
 """The names of the ledger's Delta tables, as `Lake.ledger` takes them."""
 
 _CONFLICT = "Only one pipeline may feed a lake: make sure that no other one uses PGWAL_LAKE, then try again."
@@ -46,22 +46,38 @@ class Ledger:
         self._chunks = RowLog(lake, "chunks", as_rows.CHUNKS, ["table", "generation", "chunk"])
         self._publishes = RowLog(lake, "publishes", as_rows.PUBLISHES, ["lsn"], order="lsn")
         self._registrations = RowLog(lake, "registrations", as_rows.REGISTRATIONS, ["location"])
+        self._proofs = RowLog(lake, "proofs", as_rows.PROOFS, ["location"])
         self._read: dict[int, Window] = {}
+        self._is_known_form = False
 
     def source(self) -> Source | None:
-        """Return the source that the lake is built from, None before there is one. Raises LakeError if PGWAL_LAKE holds something else."""
+        """Return the source that the lake is built from, None before there is one. Raises LakeError if PGWAL_LAKE holds something else.
+
+        Raises it too if a newer version has worked on the lake.
+        """
+        source = self._recorded_source()
+        if source is None:
+            require_empty(self.lake)
+        return source
+
+    def _recorded_source(self) -> Source | None:
         rows = self._source.rows()
         if rows.num_rows == 0:
-            require_empty(self.lake)
             return None
-        return as_rows.sources(rows.slice(rows.num_rows - 1))[0]
+        source = as_rows.sources(rows.slice(rows.num_rows - 1))[0]
+        if source.format > FORMAT:
+            raise LakeError(
+                f"A newer version of pgwal_pipeline has worked on the lake {self.lake.uri} (its ledger has form {source.format}, and this "
+                f"version knows {FORMAT}): install that version again."
+            )
+        return source
 
     def record_source(self, source: Source) -> None:
         """Record which source the lake is built from; the newest record counts. Raises LakeError if the lake has another source already."""
 
         def decide(rows: pa.Table) -> pa.Table:
             known = as_rows.sources(rows.slice(rows.num_rows - 1))[0] if rows.num_rows else source
-            if replace(known, timeline=0, publication_oid=0, database="") != replace(source, timeline=0, publication_oid=0, database=""):
+            if _same_for_all(known) != _same_for_all(source):
                 raise LakeError(f"The lake {self.lake.uri} was taken by another pipeline just now. {_CONFLICT}")
             return as_rows.source_rows(source, _now())
 
@@ -185,6 +201,9 @@ class Ledger:
 
     def tables(self) -> dict[TableName, TableState]:
         """Return the state of every table that the pipeline has ever met, by name, in the order of the names."""
+        if not self._is_known_form:
+            self._recorded_source()
+            self._is_known_form = True
         return {state.table: state for state in sorted(as_rows.states(self._tables.rows()), key=lambda state: state.table)}
 
     def record_tables(self, states: Iterable[TableState]) -> None:
@@ -206,9 +225,10 @@ class Ledger:
         rows = as_rows.chunk_rows(chunks, _now())
         self._chunks.append(lambda _: rows)
 
-    def forget_chunks(self, location: TableName) -> None:
-        """Drop all chunks of the table at that location."""
+    def forget_keys(self, location: TableName) -> None:
+        """Drop what has values of the key of the table at that location: its chunks, and how far it is proven."""
         self._chunks.rewrite(lambda rows: rows.filter(pc.field("table") != str(location)))
+        self._proofs.rewrite(lambda rows: rows.filter(pc.field("location") != str(location)))
 
     def publish(self) -> Publish | None:
         """Return the newest publish, None before the first."""
@@ -248,6 +268,15 @@ class Ledger:
         """Record what the catalog has of tables, all in one commit. The newest record of a location counts."""
         rows = as_rows.registration_rows(registrations, _now())
         self._registrations.append(lambda _: rows)
+
+    def proofs(self) -> dict[TableName, Proof]:
+        """Return how far `current` tables are proven to equal the source, by the tables' locations."""
+        return {found.location: found for found in as_rows.proofs(self._proofs.rows())}
+
+    def record_proofs(self, proofs: Iterable[Proof]) -> None:
+        """Record how far tables are proven, all in one commit. The newest record of a location counts."""
+        rows = as_rows.proof_rows(proofs, _now())
+        self._proofs.append(lambda _: rows)
 
     def generations(self, location: TableName) -> set[str]:
         """Return the generations of the table at that location that have chunks in the ledger."""
@@ -380,6 +409,11 @@ def _require_forward(newest: Publish, publish: Publish) -> None:
                     f"Table {table} is already published at {format_lsn(publish.lsn)} with version {known} of its current table, "
                     f"so version {pointer.version} cannot be published there. {_CONFLICT}"
                 )
+
+
+def _same_for_all(source: Source) -> Source:
+    """What of a source never changes in a lake."""
+    return replace(source, timeline=0, publication_oid=0, database="", format=0)
 
 
 def _now() -> datetime:

@@ -27,6 +27,10 @@ def pause_after(failures: int) -> timedelta:
     return timedelta(seconds=0 if failures < 2 else min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(failures - 2, 20)))
 
 
+FORMAT = 2
+"""The form of the ledger that this version writes. A version refuses a lake of a later form, which may hold what it would overlook."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileWrite:
     """A Parquet file that is written but not yet named by a Delta commit.
@@ -293,10 +297,31 @@ class Registration:
 
 
 @dataclass(frozen=True, slots=True)
+class Proof:
+    """How far the `current` table at `location` is proven to equal its source.
+
+    Every transaction with a commit LSN below `verified_through` is (None before the whole table was compared once), and at `proven_at` the
+    last round was done in which every row was compared. A table that is compared in parts is in a round: `round_lsn` is where that began,
+    and keys up to `cursor` have been compared (Postgres's texts, None at the round's beginning). All that is of the table as it was built
+    on the snapshot `generation`. `rows` were compared in `seconds` last.
+    """
+
+    location: TableName
+    generation: str | None = None
+    verified_through: int | None = None
+    proven_at: datetime | None = None
+    round_lsn: int | None = None
+    cursor: tuple[str, ...] | None = None
+    rows: int = 0
+    seconds: float = 0.0
+    at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """The database that a lake is built from, with the publication and the slot.
 
-    `publication_oid` is 0 while it is unknown.
+    `publication_oid` is 0 while it is unknown. `format` is the FORMAT of the newest version of the pipeline that has worked on the lake.
     """
 
     system_identifier: int
@@ -306,6 +331,7 @@ class Source:
     publication: str
     slot: str
     publication_oid: int = 0
+    format: int = 1
 
 
 def relation_to_json(relation: Relation) -> str:

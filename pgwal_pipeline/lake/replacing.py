@@ -7,19 +7,20 @@ reader who looks for some keys, read few of them.
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace as replaced
 from typing import TYPE_CHECKING
 
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.lake import base, files, fold, frozen, properties, statements
+from pgwal_pipeline.lake import base, files, fold, frozen, kept, properties, statements
 from pgwal_pipeline.lake.columns import null_of, quote
 from pgwal_pipeline.lake.files import Files
 from pgwal_pipeline.lake.fold import Shape
 from pgwal_pipeline.lake.isolation import conf_for, failures, few, isolated, table_failures
-from pgwal_pipeline.lake.standing import FENCE, GENERATION, last_output_rows, open_current
-from pgwal_pipeline.lake.work import MergeResult, ReplaceRequest, fence, reached
+from pgwal_pipeline.lake.standing import FENCE, GENERATION, last_output_rows, open_current, rows_in
+from pgwal_pipeline.lake.work import MergeRequest, MergeResult, ReplaceRequest, fence, reached
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.own_columns import COMMIT_LSN, TEXT
@@ -67,12 +68,10 @@ def replace(spark: "SparkSession", request: ReplaceRequest) -> MergeResult:
     snapshot = files.snapshot(request.snapshot_path, request.generation)
     files.require(request.table, request.rows, {request.snapshot_path: snapshot, request.raw_path: changes})
     with isolated(spark, conf_for(request.rows)) as session:
-        return _replace(session, request, snapshot, changes, {} if mark == request.to_lsn else fence(request.to_lsn))
+        return _replace(session, request, snapshot, changes, mark)
 
 
-def _replace(
-    session: "SparkSession", request: ReplaceRequest, found: Files | None, changes: Files | None, fence: Mapping[str, str]
-) -> MergeResult:
+def _replace(session: "SparkSession", request: ReplaceRequest, found: Files | None, changes: Files | None, mark: int | None) -> MergeResult:
     shape, path = request.shape, request.current_path
     with failures(str(request.table)):
         snapshot, raw = (None if files is None else files.read(session) for files in (found, changes))
@@ -84,31 +83,56 @@ def _replace(
         types = base.column_types(shape, snapshot, raw) if known is None else known
         source = base.Source(session, request.chunks, request.snapshot_lsn)
         if raw is None or changes is None or not changes.paths:
-            whole, lacking = base.rows_as_read(source, snapshot, shape, types), None
+            whole, lacking, gone, emptied = base.rows_as_read(source, snapshot, shape, types), None, None, None
         else:
-            whole, lacking = _with_events(source, snapshot, raw, has, types, request)
-        whole = _with_dropped(whole, shape, _read(session, path) if request.keep else None, request.keep, request.order)
-        schema = whole.schema
-        if shape.key:
-            expected = _GROWTH * sum(part.bytes for part in (found, changes) if part is not None)
-            whole = by_key(whole, shape.key, max(1, math.ceil(expected / file_bytes(expected))))
-    wanted = {"delta.enableDeletionVectors": "true", GENERATION: request.generation, **properties.readable(properties.HISTORY_HOURS)}
+            whole, lacking, gone, emptied = _with_events(source, snapshot, raw, has, types, request)
+        present = _read(session, path) if request.keep or request.keeps else None
+        whole = _with_dropped(whole, shape, present if request.keep else None, request.keep, request.order)
+        expected = _GROWTH * sum(part.bytes for part in (found, changes) if part is not None)
+        if request.keeps:
+            assert request.read_at is not None
+            read = kept.Moment.of(request.snapshot_lsn, request.read_at)
+            moment = read if emptied is None or mark is None or emptied.lsn < mark else emptied
+            whole = kept.with_deleted(whole, present if request.clean else None, gone, shape, moment)
+    with table_failures(shape, lambda: lacking):
+        _write(whole, path, shape, expected, request.generation, {} if mark == request.to_lsn else fence(request.to_lsn))
+    return MergeResult(reached(request), last_output_rows(path))
+
+
+def _write(whole: "DataFrame", path: str, shape: Shape, expected: int, generation: str, options: Mapping[str, str]) -> None:
+    """Write `whole`, about `expected` bytes, in place of the table at `path`."""
+    schema = whole.schema
+    if shape.key:
+        whole = by_key(whole, shape.key, max(1, math.ceil(expected / file_bytes(expected))))
+    wanted = {"delta.enableDeletionVectors": "true", GENERATION: generation, **properties.readable(properties.HISTORY_HOURS)}
     wanted |= properties.delta_features({field.name: field.dataType.simpleString() for field in schema.fields})
     wanted |= properties.statistics(schema, shape.key)
-    with table_failures(shape, lambda: lacking):
-        writer = whole.writeTo(statements.table_at(path)).using("delta").options(**fence)
-        for name, value in wanted.items():
-            writer = writer.tableProperty(name, value)
-        failpoints.hit("publish.in_merge")
-        writer.createOrReplace()
-        failpoints.hit("publish.in_merge")
-    return MergeResult(reached(request), last_output_rows(path))
+    writer = whole.writeTo(statements.table_at(path)).using("delta").options(**options)
+    for name, value in wanted.items():
+        writer = writer.tableProperty(name, value)
+    failpoints.hit("publish.in_merge")
+    writer.createOrReplace()
+    failpoints.hit("publish.in_merge")
+
+
+def without_deleted(spark: "SparkSession", request: MergeRequest) -> None:
+    """Write the table anew without the deleted rows that it kept, and without their columns. It stays at its LSN."""
+    table = open_current(request.current_path)
+    assert table is not None
+    generation = table.metadata().configuration.get(GENERATION, "")
+    expected = sum(table.get_add_actions()["size_bytes"].to_pylist())
+    with isolated(spark, conf_for(rows_in(table))) as session, failures(str(request.table)):
+        rows = session.read.format("delta").load(request.current_path).where(kept.LIVING).drop(*kept.COLUMNS)
+        _write(rows, request.current_path, request.shape, expected, generation, {})
 
 
 def _with_events(
     source: base.Source, snapshot: "DataFrame | None", raw: "DataFrame", has: StructType, types: StructType, request: ReplaceRequest
-) -> "tuple[DataFrame, DataFrame | None]":
-    """The rows of `snapshot` with the events of `raw` applied, and the changes that lack a value (None if no change can lack one)."""
+) -> "tuple[DataFrame, DataFrame | None, DataFrame | None, kept.Moment | None]":
+    """The rows of `snapshot` with the events of `raw` applied, and the changes that lack a value (None if no change can lack one).
+
+    If deleted rows stay also the changes of keys without a row, and the last TRUNCATE.
+    """
     shape, short = request.shape, few(request.rows)
     events = fold.between(raw, request.from_lsn, request.to_lsn)
     if short:
@@ -118,9 +142,10 @@ def _with_events(
     rows = base.snapshot_rows(source, snapshot, shape, types, truncate)
     if short:
         rows = rows.localCheckpoint()
+    emptied = kept.last_truncate(events) if shape.keeps and truncate is not None else None
     if shape.key:
-        return base.rows_of_keys(source, rows, steps, types, shape, request.traits)
-    return base.rows_of_bag(source, rows, steps, shape), None
+        return *base.rows_of_keys(source, rows, steps, types, shape, request.traits), emptied
+    return base.rows_of_bag(source, rows, steps, replaced(shape, keeps=False)), None, None, emptied
 
 
 def _with_dropped(

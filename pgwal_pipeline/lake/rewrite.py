@@ -65,7 +65,8 @@ _PROPERTIES = frozenset(
 _FEATURES = frozenset({"deletionVectors", "invariants", "appendOnly", "timestampNtz"})
 _WRITERS = frozenset({1, 2, 7})
 """The writer versions whose features are named by the protocol, or are among `_FEATURES`."""
-_FATE = "_pgwal_fate"
+FATE = "_pgwal_fate"
+"""The column of `rows_after` with what became of a row: `kept`, `gone` or `written`."""
 _CHECKPOINT_COMMITS = 10
 
 
@@ -139,8 +140,10 @@ def rows_after(target: "DataFrame", schema: StructType, changes: "DataFrame", ki
     ours = target.selectExpr("*", f"true AS {statements.HERE}").alias("t")
     theirs = changes.selectExpr("*", f"true AS {statements.HERE}").alias("s")
     joined = ours.join(theirs, F.expr(statements.same_key(schema, kinds, shape)), "full_outer")
-    fate = f"CASE WHEN s.{statements.HERE} IS NULL THEN 'kept' WHEN s.{GONE} THEN 'gone' ELSE 'written' END AS {_FATE}"
-    affected = joined.where(f"t.{statements.HERE} IS NOT NULL OR NOT s.{GONE}")
+    gone = f"s.{GONE}" if not shape.keeps else "false"
+    stays = f"s.{statements.HERE} IS NULL" + (f" OR t.{statements.HERE} AND NOT {statements.renews(shape)}" if shape.keeps else "")
+    fate = f"CASE WHEN {stays} THEN 'kept' WHEN {gone} THEN 'gone' ELSE 'written' END AS {FATE}"
+    affected = joined.where(f"t.{statements.HERE} IS NOT NULL OR {statements.inserts(kinds, shape)}")
     return affected.selectExpr(*statements.merged_row(schema, kinds, shape), fate)
 
 
@@ -152,8 +155,8 @@ def write(found: Small, rows: "DataFrame", to_lsn: int) -> int:
     """
     schema = plain_schema(pa.schema(found.table.schema().to_arrow()))
     computed = to_arrow(rows)
-    changed = sum(fate["counts"] for fate in computed[_FATE].value_counts().to_pylist() if fate["values"] != "kept")
-    stay = computed.filter(pc.field(_FATE) != "gone").select(schema.names).cast(schema)
+    changed = sum(fate["counts"] for fate in computed[FATE].value_counts().to_pylist() if fate["values"] != "kept")
+    stay = computed.filter(pc.field(FATE) != "gone").select(schema.names).cast(schema)
     failpoints.hit("publish.in_merge")
     root, folder = found.path.rsplit("/", 1)
     lake = Lake(root)

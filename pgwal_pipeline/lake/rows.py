@@ -1,7 +1,9 @@
 """Convert the ledger's records to Arrow rows and back, a column at a time."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from datetime import datetime
+from functools import cache
 from itertools import islice, repeat
 from typing import Any
 
@@ -13,6 +15,7 @@ from pgwal_pipeline.lake.records import (
     Chunk,
     FileWrite,
     Plan,
+    Proof,
     Publish,
     Registration,
     Source,
@@ -59,6 +62,7 @@ SOURCE = pa.schema(
         ("publication", pa.string()),
         ("slot", pa.string()),
         ("publication_oid", pa.int64()),
+        ("format", pa.int64()),
         ("at", _MOMENT),
     ]
 )
@@ -145,6 +149,19 @@ REGISTRATIONS = pa.schema(
         ("error", pa.string()),
         ("failures", pa.int64()),
         ("retry_at", _MOMENT),
+        ("at", _MOMENT),
+    ]
+)
+PROOFS = pa.schema(
+    [
+        ("location", pa.string()),
+        ("generation", pa.string()),
+        ("verified_through", pa.int64()),
+        ("proven_at", _MOMENT),
+        ("round_lsn", pa.int64()),
+        ("cursor", pa.list_(pa.string())),
+        ("rows", pa.int64()),
+        ("seconds", pa.float64()),
         ("at", _MOMENT),
     ]
 )
@@ -343,12 +360,35 @@ def registrations(rows: pa.Table) -> list[Registration]:
     return [Registration(**_known(Registration, row, location=TableName.parse(row["location"]))) for row in _records(rows)]
 
 
+def proof_rows(proofs: Iterable[Proof], now: datetime) -> pa.Table:
+    """Return proofs as rows of PROOFS."""
+    found = [
+        _fields(one) | {"location": str(one.location), "cursor": None if one.cursor is None else list(one.cursor), "at": one.at or now}
+        for one in proofs
+    ]
+    return pa.Table.from_pylist(found, PROOFS)
+
+
+def proofs(rows: pa.Table) -> list[Proof]:
+    """Return the proofs in `rows`, in their order."""
+    return [Proof(**_known(Proof, row, location=TableName.parse(row["location"]), cursor=_bound(row["cursor"]))) for row in _records(rows)]
+
+
 def _fields(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__slots__}
 
 
 def _known(record: Any, row: Mapping[str, Any], **changed: Any) -> dict[str, Any]:
-    return {name: row[name] for name in record.__slots__ if name in row} | changed
+    """The fields of a record that a row has. A null in the place of one with a default is from before the field, which then has that."""
+    defaults = _with_defaults(record)
+    return {
+        name: value for name in record.__slots__ if name in row and ((value := row[name]) is not None or name not in defaults)
+    } | changed
+
+
+@cache
+def _with_defaults(record: Any) -> frozenset[str]:
+    return frozenset(field.name for field in fields(record) if field.default is not MISSING or field.default_factory is not MISSING)
 
 
 def _records(rows: pa.Table) -> Iterator[dict[str, Any]]:

@@ -10,6 +10,7 @@ from deltalake.exceptions import TableNotFoundError
 
 from pgwal_pipeline.lake.delta import lake_errors
 from pgwal_pipeline.lake.layout import filesystem, storage_options
+from pgwal_pipeline.values.own_columns import DELETED_LSN
 
 FENCE = "pgwal"
 """The Delta application id under which each commit records the LSN that it brings the table to."""
@@ -75,9 +76,15 @@ def generation(path: str) -> str | None:
 
 
 def row_count(path: str, version: int | None = None) -> int:
-    """Return how many rows the table at `path` has, at a version of it or now. Raises LakeError if there is none."""
+    """Return how many rows the table at `path` has, at a version of it or now; deleted rows that it keeps do not count.
+
+    Raises LakeError if there is none.
+    """
     with lake_errors(path):
         table = DeltaTable(path, version=version, storage_options=storage_options(path))
+        if any(field.name == DELETED_LSN for field in table.schema().fields):
+            living = f"SELECT count(*) AS n FROM t WHERE {DELETED_LSN} IS NULL"
+            return QueryBuilder().register("t", table).execute(living).read_all()["n"][0].as_py()
         counts = table.get_add_actions()["num_records"].to_pylist()
         if None not in counts and not pa.table(table.deletion_vectors()).num_rows:
             return sum(counts)

@@ -4,6 +4,7 @@ Every commit carries the LSN that it brings the table to (Delta's `txnAppId` and
 """
 
 from dataclasses import dataclass
+from datetime import datetime
 
 from pgwal_pipeline.lake.fold import ANYTHING, ChunkSnapshot, Shape, Traits
 from pgwal_pipeline.lake.standing import FENCE, open_current
@@ -17,8 +18,8 @@ class MergeRequest:
     """Events of raw with `from_lsn <= commit LSN < to_lsn`, to be merged into a `current` table that stands at `from_lsn`.
 
     `key` is empty for a bag of rows. `columns` are the source's, in its order. `schema_json` is their Delta schema; without it they have
-    the types of the tables in the lake. `rows` is how many events the ledger counts, 0 if unknown. `arriving_json` is the schema of the
-    same columns as they are in raw, where their types differ from those to be kept (`lake.frozen`).
+    the types of the tables in the lake. `rows` is how many events the ledger counts, 0 if unknown. With `keeps` deleted rows stay, marked.
+    `arriving_json` is the schema of the same columns as they are in raw, where their types differ from those to be kept (`lake.frozen`).
     """
 
     table: TableName
@@ -32,11 +33,12 @@ class MergeRequest:
     schema_json: str | None = None
     rows: int = 0
     arriving_json: str | None = None
+    keeps: bool = False
 
     @property
     def shape(self) -> Shape:
         """The table that is folded."""
-        return Shape(self.table, self.key, self.columns)
+        return Shape(self.table, self.key, self.columns, self.keeps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,9 @@ class ReplaceRequest:
     Only the rows of `chunks` count at `snapshot_path`; `snapshot_lsn` becomes their `_pgwal_commit_lsn`. A bag of rows has been read under
     one snapshot. The raw table may not exist yet, and the snapshot table does not exist if no chunk held a row. `keep` are columns of the
     present `current` that the source has dropped: they stay, null in every row. `rows` is how many rows and events the ledger counts, 0 if
-    unknown. `arriving_json` is as in `MergeRequest`. `order` is the order of the columns that `current` keeps, empty for the source's.
+    unknown. With `keeps` the rows of the present `current` stay that the source has no longer, marked; those of which no deletion is known
+    are deleted at `snapshot_lsn` and `read_at`. `clean`: the present `current` has no value that may not stay. `arriving_json` is as in
+    `MergeRequest`. `order` is the order of the columns that `current` keeps, empty for the source's.
     """
 
     table: TableName
@@ -66,11 +70,14 @@ class ReplaceRequest:
     keep: tuple[str, ...] = ()
     arriving_json: str | None = None
     order: tuple[str, ...] = ()
+    keeps: bool = False
+    read_at: datetime | None = None
+    clean: bool = True
 
     @property
     def shape(self) -> Shape:
         """The table that is folded."""
-        return Shape(self.table, self.key, self.columns)
+        return Shape(self.table, self.key, self.columns, self.keeps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ def clean_raw(ledger: Ledger, conn: Connection) -> None:
     for state in unclean:
         cleaning.clean_raw(ledger.lake, state.location, state.oid)
         if state.relation is not None and state.relation.hides_key:
-            cleaning.clean_chunks(ledger, state.location)
+            cleaning.clean_keys(ledger, state.location)
         if state.relation is not None and state.followed:
             ensure_raw_table(ledger.lake, state.location, change_schema(state.relation))
     joined_xid = Snapshot.parse(catalog.running_transactions(conn)).high

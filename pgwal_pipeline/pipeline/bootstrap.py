@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pgwal_pipeline import failpoints
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Source, Window
+from pgwal_pipeline.lake.records import FORMAT
 from pgwal_pipeline.messages.errors import ChangeNotSent, FileGone, LakeError, PublicationMissing, SlotLost
 from pgwal_pipeline.pipeline import applied_options
 from pgwal_pipeline.pipeline import same_source as history
@@ -239,6 +240,7 @@ def _source(settings: Settings, conn: Connection) -> Source:
         database=identity.database,
         publication=settings.publication,
         slot=settings.slot,
+        format=FORMAT,
     )
 
 

@@ -28,6 +28,7 @@ from pgwal_pipeline.pipeline.schema_policy import Taken, taken
 from pgwal_pipeline.postgres import slot
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.lsn import format_lsn
+from pgwal_pipeline.values.own_columns import DELETED_LSN
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline.values.xid import Snapshot
 
@@ -104,7 +105,7 @@ def _publish(
     if frontier is None:
         return PublishReport(lsn=None, published_at=None, tables={}, seconds={})
     last = ledger.publish()
-    works = [work for work in _plan(lake, ledger, frontier, last) if tables is None or work.state.table in tables]
+    works = [work for work in _plan(settings, lake, ledger, frontier, last) if tables is None or work.state.table in tables]
     to_do = [work for work in works if work.request is not None]
     session_seconds = 0.0
     outcomes: dict[TableName, MergeResult | TableError] = {}
@@ -134,7 +135,7 @@ def _publish(
     )
 
 
-def _plan(lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> list[_Work]:
+def _plan(settings: Settings, lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> list[_Work]:
     known, now = ledger.tables().values(), datetime.now(UTC)
     states = [state for state in known if may_be_merged(state, now) and state.relation is not None]
     published = last.tables if last is not None else {}
@@ -154,11 +155,12 @@ def _plan(lake: Lake, ledger: Ledger, frontier: int, last: Publish | None) -> li
             return _Work(state, None, None, error)
 
     def work(state: TableState) -> _Work | None:
+        keeps = settings.table_options.of(state.table).keeps_deleted
         passed = state.required_lsn is not None and state.required_lsn <= frontier
         if state.generation != state.published and passed:
             newest = NewestCommit.of(_writes(lake, state, windows))
-            return _Work(state, None, _replace_request(lake, ledger, state, taken(state), windows, frontier), newest=newest)
-        return None if state.published is None else _merge_work(lake, state, taken(state), windows, frontier)
+            return _Work(state, None, _replace_request(lake, ledger, state, taken(state), windows, frontier, keeps), newest=newest)
+        return None if state.published is None else _merge_work(lake, state, taken(state), windows, frontier, keeps)
 
     with ThreadPoolExecutor(_PLANNED_AT_ONCE, "pgwal-plan") as pool:
         return [found for found in pool.map(plan, states) if found is not None]
@@ -170,8 +172,8 @@ def may_be_merged(state: TableState, now: datetime) -> bool:
     return state.generation is not None and state.held is None and (state.state == "ready" or failed)
 
 
-def _merge_work(lake: Lake, state: TableState, wanted: Taken, windows: list[Window], frontier: int) -> _Work:
-    """Return the merge from the table's own watermark; without a request if no window has rows past it and no column is missing.
+def _merge_work(lake: Lake, state: TableState, wanted: Taken, windows: list[Window], frontier: int, keeps: bool) -> _Work:
+    """Return the merge from the table's own watermark; without a request if no window has rows past it and the columns are right.
 
     The watermark may be past the last publish, if a publish died after it merged this table, or merged only this table. The table's newest
     version is used, even if maintenance made it or no publish has it yet.
@@ -183,7 +185,7 @@ def _merge_work(lake: Lake, state: TableState, wanted: Taken, windows: list[Wind
     fresh = [window for window in windows if window.end_lsn > found.watermark]
     pointer = TablePointer(path, found.version)
     writes, relation = _writes(lake, state, fresh), wanted.relation
-    if not writes and found.columns.issuperset(relation.column_names):
+    if not writes and found.columns.issuperset(relation.column_names) and keeps == (DELETED_LSN in found.columns):
         return _Work(state, pointer, None)
     request = MergeRequest(
         table=state.table,
@@ -196,12 +198,15 @@ def _merge_work(lake: Lake, state: TableState, wanted: Taken, windows: list[Wind
         traits=_traits(writes),
         schema_json=schema_json(copy_schema(relation)),
         rows=_counted(writes, state, fresh),
+        keeps=keeps,
         arriving_json=_arriving(wanted),
     )
     return _Work(state, pointer, request, newest=NewestCommit.of(writes))
 
 
-def _replace_request(lake: Lake, ledger: Ledger, state: TableState, wanted: Taken, windows: list[Window], frontier: int) -> ReplaceRequest:
+def _replace_request(
+    lake: Lake, ledger: Ledger, state: TableState, wanted: Taken, windows: list[Window], frontier: int, keeps: bool
+) -> ReplaceRequest:
     assert state.generation is not None
     assert state.required_lsn is not None
     chunks = [chunk for chunk in ledger.chunks(state.location, state.generation) if chunk.snapshot is not None]
@@ -227,6 +232,9 @@ def _replace_request(lake: Lake, ledger: Ledger, state: TableState, wanted: Take
         schema_json=schema_json(copy_schema(wanted.relation)),
         rows=sum(chunk.rows for chunk in chunks) + _counted(writes, state, windows),
         keep=wanted.keep,
+        keeps=keeps,
+        read_at=max((chunk.at for chunk in chunks if chunk.at is not None), default=datetime.now(UTC)),
+        clean="current" not in state.unclean,
         arriving_json=_arriving(wanted),
         order=wanted.order,
     )

@@ -23,6 +23,7 @@ from pgwal_pipeline.postgres.dsn import connect
 from pgwal_pipeline.postgres.followed import comments
 from pgwal_pipeline.settings import Settings
 from pgwal_pipeline.values.catalog_name import CatalogName, CatalogPattern
+from pgwal_pipeline.values.own_columns import DELETED_LSN
 from pgwal_pipeline.values.relation import TableName
 
 if TYPE_CHECKING:
@@ -134,11 +135,16 @@ def _wanted(settings: Settings, ledger: Ledger, publish: Publish, target: str) -
             path,
             pattern.of(state.table),
             # What was read again has been made anew, and columns come and go: both lose comments.
-            _digest([target, str(pattern.of(state.table)), state.published, [] if state.relation is None else state.relation.column_names]),
+            _digest([target, str(pattern.of(state.table)), state.published, _column_names(settings, state)]),
             None if said is None else said.get(state.oid, {}),
         )
         for state, path in tables
     ]
+
+
+def _column_names(settings: Settings, state: TableState) -> list[str]:
+    kept = settings.table_options.of(state.table).keeps_deleted
+    return [*(() if state.relation is None else state.relation.column_names), *([DELETED_LSN] if kept else [])]
 
 
 def _comments(settings: Settings, states: Iterable[TableState]) -> dict[int, dict[str | None, str]] | None:

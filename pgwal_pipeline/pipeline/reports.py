@@ -256,10 +256,35 @@ class TableComparison:
 
 
 @dataclass(frozen=True, slots=True)
+class TableProof:
+    """How a table was compared, and how far it is proven to equal its source.
+
+    `whole` is False if a part of it was compared. `differences` name some of the rows that differ, by their keys, and the columns.
+    """
+
+    whole: bool
+    seconds: float
+    verified_through: int | None
+    proven_at: datetime | None
+    differences: tuple[Mapping[str, Any], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as `--json` shows it."""
+        return {
+            "whole": self.whole,
+            "seconds": _rounded(self.seconds),
+            "verified_through": None if self.verified_through is None else format_lsn(self.verified_through),
+            "proven_at": _iso(self.proven_at),
+            "differences": [dict(one) for one in self.differences],
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyReport:
     """A comparison of source and `current` at `lsn`. `drain` and `publish` report how `current` was brought there.
 
-    `errors` has the tables that could not be compared, each with the reason.
+    `errors` has the tables that could not be compared, each with the reason. `left` are those for which the time was not enough. `proofs`
+    say how each of `tables` was compared.
     """
 
     lsn: int
@@ -268,6 +293,8 @@ class VerifyReport:
     drain: DrainReport | None = None
     publish: PublishReport | None = None
     errors: Mapping[TableName, str] = field(default_factory=dict)
+    left: tuple[TableName, ...] = ()
+    proofs: Mapping[TableName, TableProof] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as `--json` shows it."""
@@ -275,6 +302,8 @@ class VerifyReport:
             "lsn": format_lsn(self.lsn),
             "equal": self.equal,
             "tables": {str(name): comparison.to_json() for name, comparison in sorted(self.tables.items())},
+            "proofs": {str(name): proof.to_json() for name, proof in sorted(self.proofs.items())},
+            "left": [str(name) for name in self.left],
         }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger, Publish, TableState
+from pgwal_pipeline.lake.records import Proof
 from pgwal_pipeline.messages.errors import PgwalError
 from pgwal_pipeline.pipeline.publish import may_be_merged
 from pgwal_pipeline.pipeline.reports import LagReading, PublishReport, TablePublish
@@ -101,6 +102,7 @@ def status(settings: Settings) -> dict[str, Any]:
     frontier = ledger.frontier()
     publish = ledger.publish()
     versions = {pointer.path: pointer.version for pointer in publish.tables.values()} if publish is not None else {}
+    proofs = ledger.proofs()
     with ThreadPoolExecutor(_TABLES_AT_ONCE, "pgwal-status") as pool:
         counts = dict(zip(versions, pool.map(_rows, versions, versions.values()), strict=True))
     return {
@@ -118,9 +120,21 @@ def status(settings: Settings) -> dict[str, Any]:
                 "key": list(state.key) if state.relation is not None else None,
                 "rows": counts.get(path, (None, None))[0],
                 "options": settings.table_options.of(table).to_json(),
+                **_proven(proofs.get(state.location), state),
             }
             for table, state in sorted(ledger.tables().items())
         },
+    }
+
+
+def _proven(proof: Proof | None, state: TableState) -> dict[str, Any]:
+    """Return how far a table is proven to equal the source; what was proven of it before it was read again does not count."""
+    known = proof if proof is not None and proof.generation == state.published else None
+    through = None if known is None else known.verified_through
+    at = None if known is None else known.proven_at
+    return {
+        "verified_through": None if through is None else format_lsn(through),
+        "proven_at": None if at is None else at.isoformat(),
     }
 
 

@@ -54,11 +54,12 @@ class ChunkBounds:
     """A range of the key, `lower < key <= upper`; None for an open end. Two equal bounds mean that key alone.
 
     A bound has the value of each key column, in the key's order, as text that Postgres writes. For a relation without a key it is a range
-    of row addresses, `lower <= ctid < upper`.
+    of row addresses, `lower <= ctid < upper`. With `keys` the range is only these, each like a bound.
     """
 
     lower: tuple[str, ...] | None
     upper: tuple[str, ...] | None
+    keys: tuple[tuple[str, ...], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +104,9 @@ def plan_chunks(conn: Connection, relation: Relation, rows_per_chunk: int) -> It
             source = from_item(conn, relation)
             order = key_order(conn, relation) if _estimated_rows(conn, source) >= rows_per_chunk else None
             if order is not None:
-                bound = _next_bound(conn, source, order, None, rows_per_chunk)
+                bound = next_bound(conn, source, order, None, rows_per_chunk)
                 while bound is not None:
-                    following = _next_bound(conn, source, order, bound, rows_per_chunk)
+                    following = next_bound(conn, source, order, bound, rows_per_chunk)
                     if following is None:
                         break
                     yield ChunkBounds(lower, bound)
@@ -237,7 +238,7 @@ class ChunkReader:
         try:
             if self._snapshot is None:
                 conn.execute(_SETTINGS.encode())
-                self._snapshot = begin_snapshot(conn) if self._exported is None else _enter_snapshot(conn, self._exported)
+                self._snapshot = begin_snapshot(conn) if self._exported is None else enter_snapshot(conn, self._exported)
             statement = _copy_statement(conn, relation, bounds, binary, row_filter)
             if conn.info.parameter_status("server_encoding") == "SQL_ASCII":
                 conn.execute(BYTES_AS_THEY_ARE.encode())
@@ -260,7 +261,7 @@ class ChunkReader:
         return ChunkRead(self._snapshot, rows, size, lsn)
 
 
-def _enter_snapshot(conn: Connection, exported: str) -> str:
+def enter_snapshot(conn: Connection, exported: str) -> str:
     """Begin a transaction with an exported snapshot, and return that snapshot as text. Raises SourceUnavailable if it is gone."""
     conn.execute(b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
     try:
@@ -276,11 +277,13 @@ def _copy_statement(conn: Connection, relation: Relation, bounds: ChunkBounds, b
     if not relation.key:
         conditions += [f"ctid >= '{bounds.lower[0]}'::tid"] if bounds.lower is not None else []
         conditions += [f"ctid < '{bounds.upper[0]}'::tid"] if bounds.upper is not None else []
-    elif bounds.lower is not None or bounds.upper is not None:
+    elif bounds.lower is not None or bounds.upper is not None or bounds.keys is not None:
         order = key_order(conn, relation)
         if order is None:
             raise TableChanged(str(relation.table), f"Table {relation.table} lost the index of its key while it was read; read it again.")
-        if bounds.lower is not None and bounds.lower == bounds.upper:
+        if bounds.keys is not None:
+            conditions.append(order.among(bounds.keys))
+        elif bounds.lower is not None and bounds.lower == bounds.upper:
             conditions.append(order.equal(bounds.lower))
         else:
             conditions += [order.after(bounds.lower)] if bounds.lower is not None else []
@@ -421,7 +424,7 @@ def _block_bounds(conn: Connection, relation: Relation, rows_per_chunk: int) -> 
     return range(step, blocks, step)
 
 
-def _next_bound(conn: Connection, source: str, order: KeyOrder, after: tuple[str, ...] | None, rows: int) -> tuple[str, ...] | None:
+def next_bound(conn: Connection, source: str, order: KeyOrder, after: tuple[str, ...] | None, rows: int) -> tuple[str, ...] | None:
     """Return the key `rows` rows after the given one, or the last key if there are fewer; None if there is none."""
     where = f" WHERE {order.after(after)}" if after is not None else ""
     walk = f"SELECT {order.columns} FROM {source}{where} ORDER BY {order.ascending} LIMIT {rows}"

@@ -1,5 +1,6 @@
 """Find the order of a table's key in an index, and build the SQL for ranges in that order."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pgwal_pipeline.postgres.catalog import Connection
@@ -98,6 +99,15 @@ class KeyOrder:
         """Return the condition for the one key `bound`."""
         pairs = zip(self.key, bound, strict=True)
         return " AND ".join(f"{column.sql} {column.operator(3)} {column.literal(text)}" for column, text in pairs)
+
+    def among(self, bounds: Sequence[tuple[str, ...]]) -> str:
+        """Return the condition for the keys `bounds`."""
+        if not bounds:
+            return "false"
+        if any(column.operators != _PLAIN_OPERATORS for column in self.key):
+            return f"({' OR '.join(f'({self.equal(bound)})' for bound in bounds)})"
+        rows = (", ".join(column.literal(text) for column, text in zip(self.key, bound, strict=True)) for bound in bounds)
+        return f"({', '.join(column.sql for column in self.key)}) IN (VALUES {', '.join(f'({row})' for row in rows)})"
 
     def _compared(self, bound: tuple[str, ...], *, strict: int, loose: int, row: str) -> str:
         values = [column.literal(text) for column, text in zip(self.key, bound, strict=True)]

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from pgwal_pipeline.lake.records import TablePointer
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline.values.own_columns import CHANGE, COMMIT_LSN, FIRST_LSN, LAST_LSN, OP, ORDINAL
+from pgwal_pipeline.values.own_columns import CHANGE, COMMIT_LSN, DELETED_LSN, FIRST_LSN, LAST_LSN, OP, ORDINAL
 
 if TYPE_CHECKING:
     import polars as pl
     import pyarrow as pa
+    import pyarrow.dataset as pads
     from pyspark.sql import DataFrame, SparkSession
 
     from pgwal_pipeline.published import net
@@ -26,6 +27,8 @@ class Changes:
     the rows of raw instead, as they are there, in their order.
 
     `complete`: the changes cannot be determined, for the `reason` given. The rows are the whole table then, each an `insert`.
+
+    Of a table that keeps deleted rows, a row that was deleted is a `delete`, and one that came back an `insert`, as of any other.
     """
 
     table: str
@@ -49,7 +52,8 @@ class Changes:
 
         session = session or readers.own_session(self.settings)
         if self.raw is None or self.span is None:
-            whole = readers.spark(session, self.newer.path, self.newer.version, text=False).selectExpr(
+            rows = readers.spark(session, self.newer.path, self.newer.version, text=False)
+            whole = rows.where(net.living(self._newer.schema)).selectExpr(
                 "*", f"'insert' AS {CHANGE}", f"{COMMIT_LSN} AS {FIRST_LSN}", f"{COMMIT_LSN} AS {LAST_LSN}"
             )
             return whole if self.complete else whole.limit(0)
@@ -70,7 +74,7 @@ class Changes:
         from pgwal_pipeline.published.finding import rows_of_span
 
         if self.raw is None or self.span is None:
-            rows = self._newer.to_table() if self.complete else self._newer.schema.empty_table()
+            rows = self._newer.to_table(filter=self._living) if self.complete else self._newer.schema.empty_table()
             rows = rows.append_column(CHANGE, pa.array(["insert"] * rows.num_rows, pa.string()))
             return rows.append_column(FIRST_LSN, rows[COMMIT_LSN]).append_column(LAST_LSN, rows[COMMIT_LSN])
         if self.history:
@@ -96,6 +100,8 @@ class Changes:
         if self.complete:
             whole = readers.polars(self.newer.path, self.newer.version, text=False)
             lsn = pl.col(COMMIT_LSN)
+            if DELETED_LSN in self._newer.schema.names:
+                whole = whole.filter(pl.col(DELETED_LSN).is_null())
             return whole.with_columns(pl.lit("insert").alias(CHANGE), lsn.alias(FIRST_LSN), lsn.alias(LAST_LSN))
         frame = pl.from_arrow(self.arrow())
         assert isinstance(frame, pl.DataFrame)
@@ -107,6 +113,13 @@ class Changes:
 
         return TableDataset(self.newer.path, self.newer.version)
 
+    @property
+    def _living(self) -> "pads.Expression | None":
+        """The condition of the rows that the source has, None if they all are such."""
+        import pyarrow.dataset as pads
+
+        return pads.field(DELETED_LSN).is_null() if DELETED_LSN in self._newer.schema.names else None
+
     def _query(self, dialect: "net.Dialect") -> str:
         from pgwal_pipeline.published import net
         from pgwal_pipeline.published.dataset import TableDataset
@@ -115,4 +128,5 @@ class Changes:
         assert self.raw is not None
         assert self.span is not None
         held = held_in_raw(TableDataset(self.raw.path, self.raw.version).schema, self._newer, self.key)
-        return net.net_changes(dialect, self._newer.schema, self.key, held, self.span)
+        older = None if self.older is None else TableDataset(self.older.path, self.older.version).schema
+        return net.net_changes(dialect, self._newer.schema, self.key, held, self.span, older)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from pgwal_pipeline.published import quoting
-from pgwal_pipeline.values.own_columns import CHANGE, COMMIT_LSN, FIRST_LSN, LAST_LSN, OP, ORDINAL, RESERVED, TEXT, WINDOW
+from pgwal_pipeline.values.own_columns import CHANGE, COMMIT_LSN, DELETED_LSN, FIRST_LSN, LAST_LSN, OP, ORDINAL, RESERVED, TEXT, WINDOW
 
 _KINDS = pa.types
 
@@ -54,8 +54,17 @@ class Span:
         return f"{windows} AND {COMMIT_LSN} >= {self.since} AND {COMMIT_LSN} < {self.until}"
 
 
-def net_changes(dialect: Dialect, schema: pa.Schema, key: Sequence[str], in_raw: Mapping[str, str], span: Span) -> str:
+def living(schema: pa.Schema) -> str:
+    """Return the condition of the rows that the source had: those of a table that keeps deleted rows are not all such."""
+    return f"{DELETED_LSN} IS NULL" if DELETED_LSN in schema.names else "true"
+
+
+def net_changes(
+    dialect: Dialect, schema: pa.Schema, key: Sequence[str], in_raw: Mapping[str, str], span: Span, older: pa.Schema | None = None
+) -> str:
     """Return the query. `schema` is that of `newer`, `in_raw` the name that each column of the key has in raw.
+
+    `older` is the schema of `older`, where the span has a TRUNCATE.
 
     The steps' own columns have names that no column of the source may have.
     """
@@ -88,8 +97,8 @@ def net_changes(dialect: Dialect, schema: pa.Schema, key: Sequence[str], in_raw:
     if span.truncates is None:
         steps.append(("touched", "SELECT * FROM seen"))
     else:
-        steps += _with_emptied(name, key, numbers, numbered, same, span.truncates)
-    steps.append(("now_there", f"SELECT *, {numbered} FROM {{newer}} WHERE {COMMIT_LSN} >= {span.since}"))
+        steps += _with_emptied(name, key, numbers, numbered, same, span.truncates, living(older or schema))
+    steps.append(("now_there", f"SELECT *, {numbered} FROM {{newer}} WHERE {COMMIT_LSN} >= {span.since} AND {living(schema)}"))
     order = [field.name for field in schema]
     whole = ", ".join(f"n.{name(column)} AS {name(column)}" for column in order)
     gone = ", ".join(
@@ -118,11 +127,12 @@ def _with_emptied(
     numbered: str,
     same: Callable[[str, str], str],
     truncates: tuple[int, int],
+    there: str,
 ) -> list[tuple[str, str]]:
     """The steps that add the rows which a TRUNCATE removed; what was there before is what `older` has."""
     first, last = truncates
     either = ", ".join(f"coalesce(o.{column}, s.{column}) AS {column}" for column in (*numbers, *map(name, key), TEXT))
-    before = f"SELECT {', '.join(map(name, key))}, {TEXT}, {numbered}, true AS _pgwal_there FROM {{older}}"
+    before = f"SELECT {', '.join(map(name, key))}, {TEXT}, {numbered}, true AS _pgwal_there FROM {{older}} WHERE {there}"
     joined = (
         f"SELECT {either}, coalesce(o._pgwal_there, false) AS _pgwal_there,"
         f" CASE WHEN o._pgwal_there THEN least(coalesce(s._pgwal_first_lsn, {first}), {first})"

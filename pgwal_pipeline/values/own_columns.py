@@ -22,5 +22,9 @@ FIRST_LSN = "_pgwal_first_lsn"
 LAST_LSN = "_pgwal_last_lsn"
 """What net changes say of a key: `insert`, `update` or `delete`, and the LSNs of its first and its last commit."""
 
+DELETED_AT = "_pgwal_deleted_at"
+DELETED_LSN = "_pgwal_deleted_lsn"
+"""When a row that `current` keeps was deleted: the commit time and the commit LSN. Both are null for living rows."""
+
 CHUNK = "_pgwal_chunk"
 """The id of the attempt at a chunk that wrote a row of a snapshot table."""

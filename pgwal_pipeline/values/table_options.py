@@ -17,6 +17,9 @@ from pgwal_pipeline.values.relation import TableName
 MASKS = ("last4",)
 """The masks that `mask` takes."""
 
+DROP, KEEP = "drop", "keep"
+"""What becomes of deleted rows: `current` loses them, or keeps them with when they were deleted."""
+
 EXCLUDED, HASHED = "exclude", "hash"
 """What becomes of a column that is left out, or hashed; one that is masked has the name of its mask."""
 
@@ -25,7 +28,7 @@ PROPAGATE, FREEZE, STOP = "propagate", "freeze", "stop"
 
 POLICIES = (PROPAGATE, FREEZE, STOP)
 
-_LATER = {"deletes": ("drop", None), "history": (False, None)}
+_LATER = {"history": (False, None)}
 """Options that are not supported yet, each with the values that mean what is done without it."""
 
 
@@ -44,13 +47,14 @@ class Options:
     """The options of one table.
 
     `exclude` and `hash` are globs of columns, `mask` pairs of a glob and a mask. `rows` is the SQL condition of the rows that are wanted,
-    None for all. `on_schema_change` is one of POLICIES.
+    None for all. `deletes` is KEEP, or None for DROP. `on_schema_change` is one of POLICIES.
     """
 
     exclude: tuple[str, ...] = ()
     hash: tuple[str, ...] = ()
     mask: tuple[tuple[str, str], ...] = ()
     rows: str | None = None
+    deletes: str | None = None
     on_schema_change: str = PROPAGATE
 
     def treatment(self, column: str) -> str | None:
@@ -60,6 +64,11 @@ class Options:
         if any(name_matches(column, glob) for glob in self.hash):
             return HASHED
         return next((mask for glob, mask in reversed(self.mask) if name_matches(column, glob)), None)
+
+    @property
+    def keeps_deleted(self) -> bool:
+        """Whether `current` keeps deleted rows."""
+        return self.deletes == KEEP
 
     @property
     def protects(self) -> bool:
@@ -72,9 +81,14 @@ class Options:
 
     def to_json(self) -> dict[str, Any]:
         """Return the options that are set, as they are written."""
-        written = {"exclude": list(self.exclude), "hash": list(self.hash), "mask": dict(self.mask), "rows": self.rows}
-        if self.on_schema_change != PROPAGATE:
-            written["on_schema_change"] = self.on_schema_change
+        written = {
+            "exclude": list(self.exclude),
+            "hash": list(self.hash),
+            "mask": dict(self.mask),
+            "rows": self.rows,
+            "deletes": self.deletes,
+            "on_schema_change": None if self.on_schema_change == PROPAGATE else self.on_schema_change,
+        }
         return {name: value for name, value in written.items() if value}
 
 
@@ -157,6 +171,10 @@ def _parsed(glob: str, options: object) -> Iterable[tuple[str, Any]]:
             yield name, _masks(glob, value)
         elif name == "rows":
             yield name, _condition(glob, value)
+        elif name == "deletes":
+            if value not in (DROP, KEEP, None):
+                raise OptionError(f"gives {glob} the option deletes, which takes {DROP} or {KEEP}")
+            yield name, KEEP if value == KEEP else None
         elif name == "on_schema_change":
             yield name, _policy(glob, value)
         else:

@@ -44,7 +44,7 @@ def test_the_assets_of_a_source(source: Source, tmp_path: Path, monkeypatch: pyt
         assert job_names(definitions) == JOBS
         repository = definitions.get_repository_def()
         assert {sensor.name for sensor in repository.sensor_defs} == {"wal_lag", "new_tables", "maintenance_need"}
-        assert {schedule.name for schedule in repository.schedule_defs} == {"hourly_sync"}
+        assert {schedule.name for schedule in repository.schedule_defs} == {"hourly_sync", "nightly_verify"}
         names = AssetNames("pgwal")
         orders = TableName("shop", "orders")
         graph = definitions.resolve_asset_graph()
@@ -159,7 +159,7 @@ def test_two_sources_stand_side_by_side(source: Source, tmp_path: Path, monkeypa
         assert {sensor.name for sensor in repository.sensor_defs} == ours | {f"shop_{name}" for name in ours}
         assert repository.get_sensor_def("shop_wal_lag").minimum_interval_seconds == 2
         assert {schedule.name for schedule in repository.schedule_defs} == {
-            f"{prefix}{name}" for prefix in ("", "shop_") for name in ("hourly_sync",)
+            f"{prefix}{name}" for prefix in ("", "shop_") for name in ("hourly_sync", "nightly_verify")
         }
         resources = repository.get_top_level_resources()
         assert set(resources) == {f"{prefix}{name}" for prefix in ("", "shop_") for name in ("slot", "spark", "lake")}

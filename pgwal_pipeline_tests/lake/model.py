@@ -7,7 +7,7 @@ So the truth is what the dict holds, not what some other program makes of the ev
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import UTC, date, datetime
 from typing import Any
 
 import pyarrow as pa
@@ -76,6 +76,9 @@ class Case:
     changed_at: dict[Any, int] = field(default_factory=dict)
     events: list[Row] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
+    deleted: dict[Any, tuple[Row, int]] = field(default_factory=dict)
+    """The rows that keys have lost, each as it was last, with the LSN of that."""
+    _committed: dict[Any, Row] = field(default_factory=dict)
     _values: int = 0
 
     def fresh_row(self) -> Row:
@@ -120,9 +123,24 @@ class Case:
         ordinal = self.rng.randint(0, 3)
         for event in said:
             ordinal += event.pop("apart")
+            self._keep(event, self.lsn(time))
             self.events.append({**event, "lsn": self.lsn(time), "ordinal": ordinal, "xid": xid % 2**32})
             if event["op"] in "IU":
                 self.changed_at[event["id"]] = self.lsn(time)
+
+    def _keep(self, event: Row, lsn: int) -> None:
+        """Follow which rows are there and which were there, by what is said of them."""
+        rows, key = self._committed, event["id"]
+        if event["op"] in "IU":
+            rows[key] = event["row"]
+            self.deleted.pop(key, None)
+        ended = list(rows) if event["op"] == "T" else [key] if event["op"] in "DK" and key in rows else []
+        for gone in ended:
+            self.deleted[gone] = rows.pop(gone), lsn
+
+    def begin(self, state: dict[Any, Row]) -> None:
+        """Let the table have these rows from before everything, and know them where they are deleted."""
+        self.state, self._committed = dict(state), dict(state)
 
     def read(self, keys: Iterable[Any], attempt: str, next_xid: int, running: Iterable[int]) -> None:
         """Read the rows of `keys` under a snapshot of now."""
@@ -218,6 +236,11 @@ class Case:
             self._move(said, one, other)
 
 
+def moment(lsn: int) -> datetime:
+    """When the commit at that LSN was."""
+    return datetime.fromtimestamp(lsn, UTC)
+
+
 def _value(value: Any) -> Any:
     return None if isinstance(value, str) else value
 
@@ -248,7 +271,7 @@ def write_raw(path: str, cases: Iterable[Case]) -> None:
             end = (event["lsn"] // WINDOW_BYTES + 1) * WINDOW_BYTES
             plain = dict.fromkeys(_SOURCE.names) if event["op"] == "T" else _plain(case.number, event["id"], event["row"], event["unsent"])
             own = {"op": event["op"], "commit_lsn": event["lsn"], "ordinal": event["ordinal"], "xid": event["xid"]}
-            own |= {"unchanged": event["unsent"] or None, "window": window_key(end)}
+            own |= {"unchanged": event["unsent"] or None, "window": window_key(end), "committed_at": moment(event["lsn"])}
             rows.append({**plain, **{f"_pgwal_{name}": value for name, value in own.items()}})
     random.Random(0).shuffle(rows)
     write_deltalake(path, pa.Table.from_pylist(rows, RAW_SCHEMA), partition_by=["_pgwal_window"])
@@ -280,4 +303,16 @@ def expected(cases: Iterable[Case], snapshot_lsn: int) -> dict[tuple[Any, ...], 
             plain = _plain(case.number, key, row)
             text = None if plain["_pgwal_text"] is None else dict(plain["_pgwal_text"])
             rows[case.number, key] = {**plain, "_pgwal_text": text, "_pgwal_commit_lsn": snapshot_lsn if seen else at}
+    return rows
+
+
+def expected_deleted(cases: Iterable[Case]) -> dict[tuple[Any, ...], Row]:
+    """The rows that a `current` which keeps them has besides, by case and key."""
+    rows = {}
+    for case in cases:
+        for key, (row, lsn) in case.deleted.items():
+            plain = _plain(case.number, key, row)
+            text = None if plain["_pgwal_text"] is None else dict(plain["_pgwal_text"])
+            marks = {"_pgwal_commit_lsn": lsn, "_pgwal_deleted_lsn": lsn, "_pgwal_deleted_at": moment(lsn)}
+            rows[case.number, key] = {**plain, "_pgwal_text": text, **marks}
     return rows

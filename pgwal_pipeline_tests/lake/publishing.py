@@ -19,9 +19,18 @@ _TEXT = ("_pgwal_text", pa.map_(pa.string(), pa.string()))
 
 
 def merge_request(
-    folder: Path, from_lsn: int, to_lsn: int, traits: Traits, *, key: Sequence[str], columns: Sequence[str], current: str = "current"
+    folder: Path,
+    from_lsn: int,
+    to_lsn: int,
+    traits: Traits,
+    *,
+    key: Sequence[str],
+    columns: Sequence[str],
+    current: str = "current",
+    keeps: bool = False,
 ) -> MergeRequest:
-    return MergeRequest(TABLE, str(folder / "raw"), str(folder / current), tuple(key), tuple(columns), from_lsn, to_lsn, traits)
+    paths = str(folder / "raw"), str(folder / current)
+    return MergeRequest(TABLE, *paths, tuple(key), tuple(columns), from_lsn, to_lsn, traits, keeps=keeps)
 
 
 def replace_request(

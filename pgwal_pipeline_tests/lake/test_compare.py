@@ -1,5 +1,6 @@
 """Comparing two tables value by value."""
 
+from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from pgwal_pipeline.lake.compare import Comparison, compare, remove, write
+from pgwal_pipeline.lake.compare import Comparison, Example, compare, remove, write
 from pgwal_pipeline.messages.errors import LakeError
 
 pytestmark = pytest.mark.timeout(900)
@@ -66,9 +67,23 @@ def test_comparison(
     for name, rows in (("expected", ROWS), ("actual", actual)):
         write(str(tmp_path / name), pa.Table.from_pylist(rows, SCHEMA))
     found = compare(spark, str(tmp_path / "expected"), str(tmp_path / "actual"), 0, key=["id"])
-    assert found == Comparison(3, *keyed)
+    assert replace(found, examples=()) == Comparison(3, *keyed)
     assert found.equal == (keyed == (0, 0, 0))
     assert compare(spark, str(tmp_path / "expected"), str(tmp_path / "actual"), key=[]) == Comparison(3, *as_bags, 0)
+
+
+def test_rows_that_differ_are_named(spark: "SparkSession", tmp_path: Path) -> None:
+    changed = {**FIRST, "d": Decimal("1.11"), "b": b""}
+    actual = [changed, {**SECOND, "_pgwal_text": [("id", "infinity"), ("f", "")]}, {**FIRST, "id": date(2021, 1, 1)}]
+    for name, rows in (("expected", ROWS), ("actual", actual)):
+        write(str(tmp_path / name), pa.Table.from_pylist(rows, SCHEMA))
+    found = compare(spark, str(tmp_path / "expected"), str(tmp_path / "actual"), key=["id"])
+    assert found.examples == (
+        Example(("-infinity",), "missing"),
+        Example(("2020-01-01",), "different", ("d", "b")),
+        Example(("2021-01-01",), "extra"),
+        Example(("infinity",), "different", ("f",)),
+    )
 
 
 def test_what_cannot_be_compared(spark: "SparkSession", tmp_path: Path) -> None:

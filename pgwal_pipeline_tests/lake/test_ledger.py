@@ -9,8 +9,8 @@ import pytest
 
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, Publish, Source, TablePointer, TableState, Window
-from pgwal_pipeline.lake.records import FileWrite, Registration, TableWrite
-from pgwal_pipeline.lake.rows import window_rows, windows
+from pgwal_pipeline.lake.records import FORMAT, FileWrite, Registration, TableWrite
+from pgwal_pipeline.lake.rows import source_rows, sources, window_rows, windows
 from pgwal_pipeline.messages.errors import LakeError
 from pgwal_pipeline.values.lsn import window_key
 from pgwal_pipeline.values.relation import Column, PgType, Relation, TableName
@@ -358,6 +358,25 @@ def test_a_window_of_an_older_version_does_not_know_its_newest_commits(lake: Lak
     )
     assert [[write.newest_lsn for write in window.tables] for window in windows(older, lake)] == [[0], [], [90, 90]]
     assert [window.tables[-1].newest_at for window in windows(rows, lake) if window.tables] == [_write(lake).newest_at] * 2
+
+
+def test_a_source_of_an_older_version_does_not_know_its_publication_nor_its_form() -> None:
+    rows = source_rows(Source(1, 1, 5, "shop", "pgwal", "pgwal", publication_oid=7, format=FORMAT), datetime.now(UTC))
+    for name in ("publication_oid", "format"):
+        rows = rows.set_column(rows.schema.get_field_index(name), name, pa.nulls(1, pa.int64()))
+    assert sources(rows) == [Source(1, 1, 5, "shop", "pgwal", "pgwal", publication_oid=0, format=1)]
+
+
+def test_a_lake_that_a_newer_version_has_worked_on_is_refused(lake: Lake) -> None:
+    source = Source(1, 1, 5, "shop", "pgwal", "pgwal")
+    ledger = Ledger(lake)
+    ledger.record_source(source)
+    ledger.record_source(replace(source, format=FORMAT))
+    assert Ledger(lake).tables() == {}
+    ledger.record_source(replace(source, format=FORMAT + 1))
+    for read in (Ledger(lake).source, Ledger(lake).tables):
+        with pytest.raises(LakeError, match=f"A newer version of pgwal_pipeline .* form {FORMAT + 1}.*install that version again"):
+            read()
 
 
 def test_what_a_catalog_has_of_a_table_is_remembered(lake: Lake) -> None:

@@ -66,6 +66,14 @@ def test_options_go_through_json() -> None:
     assert NOTHING.to_text() is None
 
 
+def test_deleted_rows_are_dropped_or_kept() -> None:
+    found = parse_options({"shop.*": {"deletes": "keep"}, "shop.o": {"deletes": "drop"}})
+    assert found.of(ORDERS).keeps_deleted
+    assert found.of(ORDERS).to_json() == {"deletes": "keep"}
+    assert found.of(TableName("shop", "o")) == NOTHING
+    assert not found.protects
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -76,7 +84,7 @@ def test_options_go_through_json() -> None:
         ({"a.b": ["x"]}, "has no mapping of options for a.b"),
         (
             {"a.b": {"excludes": []}},
-            "gives a.b the option 'excludes', which there is not; options are exclude, hash, mask, rows, on_schema_change",
+            "gives a.b the option 'excludes', which there is not; options are exclude, hash, mask, rows, deletes, on_schema_change",
         ),
         ({"a.b": {"exclude": "ssn"}}, "gives a.b the option exclude, which takes a list of columns or of globs of columns"),
         ({"a.b": {"hash": [1]}}, "gives a.b the option hash, which takes a list of columns or of globs of columns"),
@@ -84,7 +92,7 @@ def test_options_go_through_json() -> None:
         ({"a.b": {"rows": "a = 1; DROP TABLE x"}}, "gives a.b the option rows, which takes one SQL condition such as country = 'CH'"),
         ({"a.b": {"rows": True}}, "gives a.b the option rows, which takes one SQL condition such as country = 'CH'"),
         ({"a.b": {"history": True}}, "gives a.b the option history: true, which is not supported yet; leave it out"),
-        ({"a.b": {"deletes": "keep"}}, 'gives a.b the option deletes: "keep", which is not supported yet; leave it out'),
+        ({"a.b": {"deletes": True}}, "gives a.b the option deletes, which takes drop or keep"),
         ({"a.b": {"on_schema_change": "halt"}}, "gives a.b the option on_schema_change, which takes propagate, freeze or stop"),
         ({"a.b": {"on_schema_change": ["stop"]}}, "gives a.b the option on_schema_change, which takes propagate, freeze or stop"),
     ],

@@ -6,6 +6,7 @@ import threading
 import polars as pl
 
 from pgwal_pipeline.lake.layout import Lake
+from pgwal_pipeline.lake.records import TablePointer
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
 from pgwal_pipeline.pipeline import snapshot as snapshots
@@ -91,6 +92,7 @@ class Rounds:
                 pointer = publish.tables[name]
                 self.rows += assert_equal(self.source, table.quoted, pointer.path, pointer.version, state.dropped)
                 self.compared += 1
+                _assert_one_row_a_key(pointer, state.key)
                 _assert_once(self.pipeline.lake, state.location)
         there = {TableName(table.schema, table.name) for table in self.work.tables()}
         assert {name.name for name, state in states.items() if name not in there and state.state not in ("gone", "skipped")} == set()
@@ -101,6 +103,12 @@ def _wanted(table: Table) -> str:
     if len(set(lower)) < len(lower):
         return "error"  # Delta has no columns that differ only in case
     return "ready" if table.usable else "skipped"
+
+
+def _assert_one_row_a_key(at: TablePointer, key: tuple[str, ...]) -> None:
+    """A key has one row, whether it is living or was deleted."""
+    frame = pl.scan_delta(at.path, version=at.version).collect()
+    assert not key or not frame.select(key).is_duplicated().any(), f"{at.path}: a key has several rows"
 
 
 def _assert_once(lake: Lake, place: TableName) -> None:
