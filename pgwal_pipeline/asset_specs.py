@@ -251,7 +251,7 @@ class AssetSpecs:
             | self._stored(
                 known,
                 self.lake.current(known.location),
-                current_schema(known, keeps_deleted=self.options.of(known.table).keeps_deleted),
+                current_schema(known, deleted=self.options.of(known.table).keeps_deleted),
                 {name: [raw, snapshot] for name in _names(known)},
             )
             | ({} if self.catalog is None else {"dagster/table_name": str(self.catalog.of(known.table))}),
@@ -285,9 +285,9 @@ class AssetSpecs:
         return _stored(path, schema, lineage) | ({"pgwal/options": options} if options else {})
 
 
-def current_schema(known: KnownTable, *, keeps_deleted: bool) -> dg.TableSchema:
-    """Return the columns of a current table, as Dagster shows them."""
-    return _lake_schema(known, (*_CURRENT_COLUMNS, *(_DELETED_COLUMNS if keeps_deleted else ())))
+def current_schema(known: KnownTable, *, deleted: bool) -> dg.TableSchema:
+    """Return the columns of a current table, as Dagster shows them; `deleted`: whether it keeps deleted rows."""
+    return _lake_schema(known, (*_CURRENT_COLUMNS, *(_DELETED_COLUMNS if deleted else ())))
 
 
 def _named(layer: Layer, known: KnownTable) -> dict[str, Any]:

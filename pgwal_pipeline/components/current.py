@@ -231,9 +231,7 @@ def _result(
     metadata = _metadata(report, table, whole=whole)
     state = states.get(table)
     if state is not None and state.accepted is not None and frozen_difference(state):
-        metadata["dagster/column_schema"] = current_schema(
-            known(state.accepted, {}), keeps_deleted=source.assets.options.of(table).keeps_deleted
-        )
+        metadata["dagster/column_schema"] = current_schema(known(state.accepted, {}), deleted=source.assets.options.of(table).keeps_deleted)
     return dg.MaterializeResult(asset_key=source.names.current(table), metadata=metadata, data_version=dg.DataVersion(version))
 
 

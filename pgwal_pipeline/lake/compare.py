@@ -77,18 +77,18 @@ def compare(
 
     Deleted rows that `actual` keeps do not count. `version` is that of `actual`, by default the newest. `columns` are the columns to
     compare, by default all of the expected ones; their texts in `_pgwal_text` are compared if both tables have it. `arriving_json` is the
-    schema of those columns in `expected`, if `actual` keeps other types, which `kept_json` has. Raises LakeError for a column that `actual`
+    schema of the columns in `expected`, if `actual` keeps other types, which `kept_json` has. Raises LakeError for a column that `actual`
     lacks or has with another type, or if Spark fails. With `keys`, the path of a Delta table with the key's columns and `_pgwal_text`, only
     rows of `actual` with such keys are compared.
     """
     with isolated(spark, conf_for(written_rows(expected) + written_rows(actual))) as session:
         ours = _read(session, expected, None)
+        if kept_json is not None:
+            ours = frozen.as_kept(ours, ours.schema, StructType.fromJson(json.loads(kept_json)), arriving_json)[0]
         whole = _read(session, actual, version)
         theirs = kept.living(whole, whole.columns)
         if keys is not None:
             theirs = fold.matching(theirs, _read(session, keys, None), key)
-        if kept_json is not None:
-            ours = frozen.as_kept(ours, ours.schema, StructType.fromJson(json.loads(kept_json)), arriving_json)[0]
         names = [name for name in (ours.columns if columns is None else columns) if name != TEXT]
         identity = with_texts if TEXT in ours.columns and TEXT in theirs.columns else exact_row
         _check(ours.schema, theirs.schema, names)

@@ -18,7 +18,7 @@ from pgwal_pipeline.lake.delta import side_by_side
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.fold import Shape
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger, TableState
+from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lake.records import Proof
 from pgwal_pipeline.lake.schema import schema_json
 from pgwal_pipeline.lake.standing import written_rows
@@ -29,7 +29,7 @@ from pgwal_pipeline.pipeline.proving import Candidate, Choice, choose, proven_pa
 from pgwal_pipeline.pipeline.publish import publish
 from pgwal_pipeline.pipeline.published import Published
 from pgwal_pipeline.pipeline.reports import PublishReport, TableComparison, TableProof, VerifyReport
-from pgwal_pipeline.pipeline.schema_policy import taken
+from pgwal_pipeline.pipeline.schema_policy import Taken, taken
 from pgwal_pipeline.pipeline.table_rows import Range, TableRows
 from pgwal_pipeline.postgres import catalog, copy, parts, slot
 from pgwal_pipeline.postgres.catalog import PublishedTable
@@ -87,7 +87,7 @@ def verify(
             pointer = published.tables.get(name)
             if pointer is None or pointer.version is None or name not in sources:
                 raise SourceRefused(f"Table {name} has no published current to compare with; `pgwal status` shows its state.")
-        comparing = Comparing(settings, lake, ledger, ledger.tables(), spark_factory, exported, lsn, files, published)
+        comparing = Comparing(settings, lake, ledger, spark_factory, exported, lsn, files, published)
         candidates = comparing.candidates(names)
         choice = Choice(tuple(names), {})
         if tables is None:
@@ -139,7 +139,6 @@ class Comparing:
     settings: Settings
     lake: Lake
     ledger: Ledger
-    states: Mapping[TableName, TableState]
     spark_factory: Callable[[], "SparkSession"]
     exported: str
     lsn: int
@@ -148,7 +147,7 @@ class Comparing:
 
     def candidates(self, names: Iterable[TableName]) -> dict[TableName, Candidate]:
         """Return the tables with how large they are and how far they are proven."""
-        states, proofs = self.states, self.ledger.proofs()
+        states, proofs = self.ledger.tables(), self.ledger.proofs()
 
         def of(name: TableName) -> Candidate:
             location = states[name].location if name in states else name
@@ -213,22 +212,27 @@ class Comparing:
                     f"Table {relation.table} was truncated or rewritten while it was compared; run the comparison again."
                 )
             pointer = self.published.tables[relation.table]
-            relation, state = source.relation, self.states.get(relation.table)
-            found = None if state is None else taken(replace(state, relation=relation))
-            wanted = relation if found is None else found.relation
+            found = self._taken(source)
+            kept = {column.name for column in found.relation.columns}
             return compare.compare(
                 self.spark_factory(),
                 expected,
                 pointer.path,
                 pointer.version,
-                key=wanted.key,
-                columns=[name for name in wanted.column_names if name in relation.column_names],
+                key=relation.key,
+                columns=[name for name in source.relation.column_names if name in kept],
+                kept_json=schema_json(copy_schema(found.relation)),
+                arriving_json=None if found.arriving is None else schema_json(copy_schema(found.arriving)),
                 keys=expected if in_part else keys,
-                kept_json=schema_json(copy_schema(wanted)),
-                arriving_json=None if found is None or found.arriving is None else schema_json(copy_schema(found.arriving)),
             )
         finally:
             compare.remove(expected)
+
+    def _taken(self, source: PublishedTable) -> Taken:
+        """What `current` takes of a table."""
+        relation = source.relation
+        state = self.ledger.tables().get(relation.table)
+        return Taken(relation, ()) if state is None else taken(replace(state, relation=relation))
 
     def _changed(self, source: PublishedTable, proof: Proof) -> compare.Comparison | None:
         """Compare the keys that changed since a proof; None if they are not known, or too many."""
@@ -237,7 +241,7 @@ class Comparing:
             return None
         keys = f"{self.lake.ledger('verify')}/{uuid.uuid4().hex}"
         try:
-            shape = Shape(relation.table, relation.key, relation.column_names)
+            shape = Shape(relation.table, relation.key, self._taken(source).relation.column_names)
             path = self.published.tables[relation.table].path
             raw = self.lake.raw(proof.location)
             found = changed_keys(self.spark_factory(), raw, path, shape, since, self.lsn, _MOST_CHANGED, keys)

@@ -103,7 +103,8 @@ def test_frozen_late_stopped_and_free_again(source: Source, pipeline: Pipeline) 
     pipeline.assert_current("public.goods")
 
 
-@pytest.mark.parametrize("identity", ["FULL", pytest.param("DEFAULT", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("identity", ["FULL", "DEFAULT"])
 def test_altered_while_the_stream_is_read_and_several_times(identity: str, source: Source, pipeline: Pipeline) -> None:
     make_tables(source)
     if identity == "FULL":
