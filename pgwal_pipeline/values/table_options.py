@@ -31,9 +31,6 @@ PROPAGATE, FREEZE, STOP = "propagate", "freeze", "stop"
 
 POLICIES = (PROPAGATE, FREEZE, STOP)
 
-"""Options that are not supported yet, each with the values that mean what is done without it."""
-
-
 _QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*\"""")
 
 
