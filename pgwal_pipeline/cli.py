@@ -159,7 +159,7 @@ def _source() -> "Source":
     """Return the source that `--source` names, else the only one. Raises SettingError."""
     from pgwal_pipeline.sources import choose
 
-    return choose(click.get_current_context().find_root().params["_name"])
+    return choose(click.get_current_context().find_root().params.get("_name"))
 
 
 def _settings(source: "Source | None" = None) -> "Settings":
