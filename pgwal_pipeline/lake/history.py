@@ -29,7 +29,7 @@ from pyspark.sql.types import (
 )
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.lake import bag, files, fold, kept, key_ranges, properties, statements, versions
+from pgwal_pipeline.lake import bag, files, fold, frozen, kept, key_ranges, properties, statements, versions
 from pgwal_pipeline.lake.bag import ROW, TAKEN
 from pgwal_pipeline.lake.columns import null_of, quote, same_types
 from pgwal_pipeline.lake.current import MERGE_CONF, VIEW, widen
@@ -78,6 +78,7 @@ class HistoryRequest:
     traits: Traits = fold.ANYTHING
     schema_json: str | None = None
     rows: int = 0
+    arriving_json: str | None = None
 
     @property
     def shape(self) -> Shape:
@@ -253,9 +254,10 @@ def _merge(
         shape = _widened(session, request, types)
         target = session.read.format("delta").load(request.path)
         schema = target.schema
-        rows = fold.between(changes.read(session), request.from_lsn, request.to_lsn)
+        raw, has = frozen.as_kept(changes.read(session), changes.schema, types, request.arriving_json)
+        rows = fold.between(raw, request.from_lsn, request.to_lsn)
         ended = versions.truncates(rows) if request.traits.truncated else []
-        events = fold.steps(rows, changes.schema, shape, schema, COMMITTED_AT)
+        events = fold.steps(rows, has, shape, schema, COMMITTED_AT)
         present = target.where(OPEN if ranges is None else f"{OPEN} AND {ranges.condition()}")
         if shape.key:
             source = versions.of_keys(events, present, schema, shape, request.traits, ended, every_change=request.every_change)

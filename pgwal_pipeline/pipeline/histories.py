@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from pgwal_pipeline.decode.types import copy_schema
 from pgwal_pipeline.lake import history
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.history import HistoryRequest, HistoryResult, HistoryStanding
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lake.records import KeptHistory, TablePointer, TableState, TableWrite, Window
-from pgwal_pipeline.lake.schema import schema_json
 from pgwal_pipeline.lake.work import traits_of
 from pgwal_pipeline.messages.errors import TableError
+from pgwal_pipeline.pipeline.schema_policy import taken
 from pgwal_pipeline.values.relation import TableName
 from pgwal_pipeline.values.table_options import TableOptions
 
@@ -76,7 +75,7 @@ class Planner:
         if waits:
             return Past(stands, (), now, due=False, waits=True)
         windows = self._windows(-1 if stands is None else stands.watermark)
-        known = stands is not None and stands.columns.issuperset(state.relation.column_names)
+        known = stands is not None and stands.columns.issuperset(taken(state).relation.column_names)
         moved = any(writes_of(self.lake, state, windows))
         due = stands is None or stands.generation != generation or moved or not known or _stopped(state)
         return Past(stands, windows, self._newest(windows) if due else now, due)
@@ -134,7 +133,7 @@ def request_for(
     lake: Lake, options: TableOptions, state: TableState, past: Past, at: TablePointer, generation: str, frontier: int
 ) -> HistoryRequest:
     """Return the request for a table's history."""
-    assert state.relation is not None
+    wanted = taken(state)
     pruned = any(window.state == "pruned" for window in past.windows)
     stands = past.stands
     writes = writes_of(lake, state, past.windows)
@@ -144,8 +143,8 @@ def request_for(
         current_path=at.path,
         current_version=at.version,
         path=lake.history(state.location),
-        key=state.relation.key,
-        columns=state.relation.column_names,
+        key=wanted.relation.key,
+        columns=wanted.relation.column_names,
         from_lsn=None if stands is None else stands.watermark,
         to_lsn=frontier,
         generation=generation,
@@ -153,8 +152,9 @@ def request_for(
         every_change=options.of(state.table).history == "every_change",
         followed=stands is not None and not pruned and state.raw_from <= stands.watermark,
         traits=traits_of(writes),
-        schema_json=schema_json(copy_schema(state.relation)),
+        schema_json=wanted.schema_json,
         rows=sum(write.rows for write in writes),
+        arriving_json=wanted.arriving_json,
     )
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
 
 from pgwal_pipeline import failpoints
-from pgwal_pipeline.decode.types import change_schema, copy_schema
+from pgwal_pipeline.decode.types import change_schema
 from pgwal_pipeline.lake import current
 from pgwal_pipeline.lake.cleaning import clean_current, clean_history
 from pgwal_pipeline.lake.current import MergeRequest, MergeResult, ReplaceRequest, Unresolved
@@ -19,7 +19,6 @@ from pgwal_pipeline.lake.fold import ChunkSnapshot
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Chunk, Ledger, Publish, TablePointer, TableState, Window
 from pgwal_pipeline.lake.raw import TableWrite, ensure_raw_table
-from pgwal_pipeline.lake.schema import schema_json
 from pgwal_pipeline.lake.work import traits_of
 from pgwal_pipeline.messages.errors import LakeError, SettingError, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.messages.progress import Progress
@@ -232,10 +231,10 @@ def _merge_work(lake: Lake, state: TableState, wanted: Taken, windows: list[Wind
         from_lsn=found.watermark,
         to_lsn=frontier,
         traits=traits_of(writes),
-        schema_json=schema_json(copy_schema(relation)),
+        schema_json=wanted.schema_json,
         rows=_counted(writes, state, fresh),
         keeps=keeps,
-        arriving_json=_arriving(wanted),
+        arriving_json=wanted.arriving_json,
     )
     return _Work(state, pointer, request, newest=NewestCommit.of(writes))
 
@@ -267,19 +266,15 @@ def _replace_request(
         from_lsn=from_lsn,
         to_lsn=frontier,
         traits=traits_of(writes),
-        schema_json=schema_json(copy_schema(wanted.relation)),
+        schema_json=wanted.schema_json,
         rows=sum(chunk.rows for chunk in chunks) + _counted(writes, state, windows),
         keep=wanted.keep,
         keeps=keeps,
         read_at=max((chunk.at for chunk in chunks if chunk.at is not None), default=datetime.now(UTC)),
         clean="current" not in state.unclean,
-        arriving_json=_arriving(wanted),
+        arriving_json=wanted.arriving_json,
         order=wanted.order,
     )
-
-
-def _arriving(wanted: Taken) -> str | None:
-    return None if wanted.arriving is None else schema_json(copy_schema(wanted.arriving))
 
 
 def _seen_whole(window: Window, snapshot: Snapshot | None) -> bool:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from pgwal_pipeline.decode.types import column_type
+from pgwal_pipeline.decode.types import column_type, copy_schema
 from pgwal_pipeline.lake.ledger import Ledger, TableState
+from pgwal_pipeline.lake.schema import schema_json
 from pgwal_pipeline.messages.errors import SourceRefused
 from pgwal_pipeline.pipeline.alterations import CatalogEntry, read_again
 from pgwal_pipeline.values.relation import Column, PgType, Relation, TableName, quote_ident
@@ -48,6 +49,16 @@ class Taken:
     keep: tuple[str, ...]
     arriving: Relation | None = None
     order: tuple[str, ...] = ()
+
+    @property
+    def schema_json(self) -> str:
+        """The Delta schema of `relation`, as requests take it."""
+        return schema_json(copy_schema(self.relation))
+
+    @property
+    def arriving_json(self) -> str | None:
+        """The same of `arriving`."""
+        return None if self.arriving is None else schema_json(copy_schema(self.arriving))
 
 
 def differences(accepted: Relation, relation: Relation) -> tuple[Difference, ...]:

@@ -20,7 +20,6 @@ from pgwal_pipeline.lake.fold import Shape
 from pgwal_pipeline.lake.layout import Lake
 from pgwal_pipeline.lake.ledger import Ledger
 from pgwal_pipeline.lake.records import Proof
-from pgwal_pipeline.lake.schema import schema_json
 from pgwal_pipeline.lake.standing import written_rows
 from pgwal_pipeline.messages.errors import LakeError, SourceRefused, SourceUnavailable, TableError
 from pgwal_pipeline.messages.progress import Progress
@@ -221,8 +220,8 @@ class Comparing:
                 pointer.version,
                 key=relation.key,
                 columns=[name for name in source.relation.column_names if name in kept],
-                kept_json=schema_json(copy_schema(found.relation)),
-                arriving_json=None if found.arriving is None else schema_json(copy_schema(found.arriving)),
+                kept_json=found.schema_json,
+                arriving_json=found.arriving_json,
                 keys=expected if in_part else keys,
             )
         finally:

@@ -11,6 +11,7 @@ import pytest
 
 from pgwal_pipeline.embedded.postgres import Postgres
 from pgwal_pipeline.lake.ledger import Ledger
+from pgwal_pipeline.lake.records import FORMAT
 from pgwal_pipeline.messages.errors import LakeError, SlotLost, SourceRefused
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import drain as drains
@@ -144,6 +145,24 @@ def test_a_lake_that_another_source_has_just_taken(source: Source, make_pipeline
     pipeline.ledger.record_source(replace(recorded, timeline=2))
     with pytest.raises(LakeError, match="taken by another pipeline"):
         pipeline.ledger.record_source(replace(recorded, system_identifier=recorded.system_identifier + 1))
+
+
+def test_a_lake_of_an_older_version_goes_on_and_is_refused_by_that_version_then(source: Source, make_pipeline: MakePipeline) -> None:
+    """Its ledger knows neither the publication's oid nor its own form: that is no other publication."""
+    pipeline = make_pipeline()
+    read_once(source, pipeline)
+    recorded = pipeline.ledger.source()
+    assert recorded is not None
+    assert recorded.format == FORMAT
+    older = replace(recorded, publication_oid=0, format=1)
+    pipeline.ledger.record_source(older)
+    source.sql("INSERT INTO t VALUES (12, 0)")
+    pipeline.drain()
+    assert pipeline.ledger.source() == recorded
+    assert snapshots.needed(pipeline.settings) == ()
+    pipeline.ledger.record_source(replace(recorded, format=FORMAT + 1))
+    with pytest.raises(LakeError, match="A newer version of pgwal_pipeline has worked on the lake"):
+        pipeline.drain()
 
 
 @pytest.mark.parametrize("how", ["recreated", "another_cluster", "slot_elsewhere"])

@@ -5,7 +5,7 @@ import pytest
 
 from pgwal_pipeline.messages.progress import Silent
 from pgwal_pipeline.pipeline import schema_policy
-from pgwal_pipeline.pipeline.status import status
+from pgwal_pipeline.pipeline.status import publish_due, status
 from pgwal_pipeline.pipeline.verify import verify
 from pgwal_pipeline_tests.pipelines import Pipeline
 from pgwal_pipeline_tests.scenarios.options.policies import GOODS, columns, make_tables, rows, texts, with_policy
@@ -77,6 +77,38 @@ def test_a_type_is_kept_and_what_it_cannot_hold_is_text(source: Source, pipeline
     schema_policy.accept(frozen.ledger, [GOODS])
     frozen.sync()
     frozen.assert_current("public.goods", "public.sales")
+
+
+def test_a_frozen_table_that_keeps_its_history_and_its_deleted_rows(source: Source, pipeline: Pipeline) -> None:
+    """The three options together: the history has what `current` has had, with the columns that it keeps."""
+    make_tables(source)
+    frozen = with_policy(pipeline, "freeze", deletes="keep", history=True)
+    frozen.sync()
+    history = pl.read_delta(frozen.lake.history(GOODS)).columns
+    source.sql("ALTER TABLE goods ADD color text; ALTER TABLE goods ALTER stock TYPE bigint")
+    source.sql("INSERT INTO goods VALUES (3, 'cap', 5000000000, 'c', 'red'); DELETE FROM goods WHERE id = 2")
+    frozen.sync()
+    assert not publish_due(frozen.ledger)
+    source.sql("UPDATE goods SET stock = 8 WHERE id = 3; UPDATE goods SET stock = 6000000000 WHERE id = 1")
+    frozen.sync()
+    assert status(frozen.settings)["tables"]["public.goods"]["reason"].startswith("its columns are frozen")
+    found = pl.read_delta(frozen.lake.history(GOODS))
+    assert found.columns == history
+    assert found.schema["stock"] == pl.Int32
+    newest = found.filter(pl.col("_pgwal_valid_to_lsn").is_null()).sort("id")
+    assert newest.select(FOUR).rows() == [(1, "ink", None, "a"), (3, "cap", 8, "c")]
+    assert dict(newest["_pgwal_text"][0]) == {"stock": "6000000000"}
+    # The table was read again for the type. Raw has every change, so each is a version that was seen.
+    assert found.filter(pl.col("id") == 2)["_pgwal_end_op"].to_list() == ["D"]
+    assert found.filter(pl.col("id") == 3).sort("_pgwal_valid_from_lsn")["stock"].to_list() == [None, 8]
+    assert not found["_pgwal_unseen"].any()
+    gone = pl.read_delta(frozen.lake.current(GOODS)).filter(pl.col("_pgwal_deleted_lsn").is_not_null())
+    assert gone.select("id", "name").rows() == [(2, "pen")]
+    assert verify(frozen.settings, frozen.spark, progress=Silent()).equal
+    schema_policy.accept(frozen.ledger, [GOODS])
+    frozen.sync()
+    accepted = pl.read_delta(frozen.lake.history(GOODS)).filter(pl.col("_pgwal_valid_to_lsn").is_null()).sort("id")
+    assert accepted.select("id", "stock", "color").rows() == [(1, 6000000000, None), (3, 8, "red")]
 
 
 @pytest.mark.soak
