@@ -45,7 +45,7 @@ class Source:
 
     def settings(self) -> Settings:
         """Return its settings. Raises SettingError."""
-        return Settings.from_environment(self.environment())
+        return self.given().whole()
 
     def named(self, what: str) -> str:
         """Return `what`, a job's or an op's name, with the source's name before it."""

@@ -66,8 +66,7 @@ class PgwalTranslator:
     """Says how each table's assets are called and shown. Override `get_asset_spec`."""
 
     def get_asset_spec(self, layer: Layer, table: CdcTable) -> dg.AssetSpec:
-        """Return the spec of the table's asset in a layer: `source`, `raw`, `snapshot` or `current`, and `history` of
-        tables with that option.
+        """Return the spec of the table's asset in a layer: `source`, `raw`, `snapshot`, `current`, or `history` where one is kept.
 
         It must say the same for the same layer and table each time, since definitions are loaded in many processes. Dependencies on our own
         assets need not be given: they follow the keys.

@@ -27,14 +27,24 @@ def publish_as_of(ledger: Ledger, when: str = LATEST) -> Publish:
 
 
 def _before(ledger: Ledger, when: str) -> Publish | None:
+    at = parse_when(when)
+    if at is None:
+        raise SettingError(f"{when!r} is not latest, an LSN such as 16/B374D848 or a time such as 2026-01-31T12:00:00Z.")
+    return ledger.publish_before(at) if isinstance(at, int) else ledger.publish_before(moment=at)
+
+
+def parse_when(when: str) -> int | datetime | None:
+    """Return an LSN as an integer, or an ISO 8601 time (UTC if it has no offset); None if `when` is neither."""
     try:
-        lsn = parse_lsn(when)
+        return parse_lsn(when)
     except ValueError:
-        lsn = None
-    if lsn is not None:
-        return ledger.publish_before(lsn)
+        pass
     try:
-        moment = datetime.fromisoformat(when)
+        return with_offset(datetime.fromisoformat(when))
     except ValueError:
-        raise SettingError(f"{when!r} is not latest, an LSN such as 16/B374D848 or a time such as 2026-01-31T12:00:00Z.") from None
-    return ledger.publish_before(moment=moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC))
+        return None
+
+
+def with_offset(moment: datetime) -> datetime:
+    """Return a time as an aware one: UTC if it has no offset."""
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)

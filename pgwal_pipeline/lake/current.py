@@ -250,7 +250,7 @@ def _empty(
         kinds = fold.checked_schema(types, shape, traits)
         rows = rewrite.rows_after(target, types, fold.checked(changes, shape, traits), kinds, shape).drop(rewrite.FATE)
     else:
-        rows = kept.emptied_bag(target, steps, truncate, events, shape)
+        rows = kept.emptied_bag(target, steps, truncate, shape)
     return _written(request, shape, rows, lacking)
 
 

@@ -1,7 +1,7 @@
 """Fold the events of a keyed table into one final change per key.
 
-This is pure DataFrame logic: only `heads` and `last_truncate` start jobs. Expressions are SQL text, because each part of a Column object
-is a call to the JVM (thousands for one small table).
+This is pure DataFrame logic: only `heads`, `last_truncate` and `truncates` start jobs. Expressions are SQL text, because each part of a
+Column object is a call to the JVM (thousands for one small table).
 
 The input is *steps*: rows with the source's columns, `_pgwal_op`, `_pgwal_text`, `_pgwal_commit_lsn`, `_pgwal_unchanged`, and their
 position, `_pgwal_at_lsn` and `_pgwal_at_ordinal`. A step is one of three things: an event of raw; a whole row of a snapshot or of `current`
@@ -120,11 +120,17 @@ class ChunkSnapshot:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Truncate:
-    """A TRUNCATE: its position (commit LSN, ordinal) and its transaction's xid."""
+    """A TRUNCATE: its position (commit LSN, ordinal), and its transaction's xid and commit time, in microseconds since 1970."""
 
     lsn: int
     ordinal: int
     xid: int = field(compare=False)
+    at: int = field(compare=False)
+
+    @property
+    def moment(self) -> str:
+        """The expression of its time."""
+        return f"timestamp_micros({self.at}L)"
 
 
 def between(raw: "DataFrame", from_lsn: int, to_lsn: int) -> "DataFrame":
@@ -132,10 +138,18 @@ def between(raw: "DataFrame", from_lsn: int, to_lsn: int) -> "DataFrame":
     return raw.where(f"{COMMIT_LSN} >= {from_lsn}L AND {COMMIT_LSN} < {to_lsn}L")
 
 
+_OF_TRUNCATE = (COMMIT_LSN, ORDINAL, XID, f"unix_micros({COMMITTED_AT})")
+
+
 def last_truncate(rows: "DataFrame") -> Truncate | None:
     """Return the last TRUNCATE among rows of raw, None if there is none. Starts a job."""
-    found = rows.where(f"{OP} = 'T'").selectExpr(f"max(struct({COMMIT_LSN}, {ORDINAL}, {XID})) AS newest").collect()[0]["newest"]
+    found = rows.where(f"{OP} = 'T'").selectExpr(f"max(struct({', '.join(_OF_TRUNCATE)})) AS newest").collect()[0]["newest"]
     return None if found is None else Truncate(*found)
+
+
+def truncates(rows: "DataFrame") -> list[Truncate]:
+    """Return the TRUNCATEs among rows of raw, in their order. Starts a job."""
+    return sorted(Truncate(*row) for row in rows.where(f"{OP} = 'T'").selectExpr(*_OF_TRUNCATE).distinct().collect())
 
 
 def steps(rows: "DataFrame", has: StructType, shape: Shape, types: StructType, *extra: str, after: Truncate | None = None) -> "DataFrame":

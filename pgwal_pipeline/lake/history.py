@@ -256,7 +256,7 @@ def _merge(
         schema = target.schema
         raw, has = frozen.as_kept(changes.read(session), changes.schema, types, request.arriving_json)
         rows = fold.between(raw, request.from_lsn, request.to_lsn)
-        ended = versions.truncates(rows) if request.traits.truncated else []
+        ended = fold.truncates(rows) if request.traits.truncated else []
         events = fold.steps(rows, has, shape, schema, COMMITTED_AT)
         present = target.where(OPEN if ranges is None else f"{OPEN} AND {ranges.condition()}")
         if shape.key:

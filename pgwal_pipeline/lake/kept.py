@@ -27,7 +27,6 @@ COLUMNS = {DELETED_AT: "timestamp", DELETED_LSN: "bigint"}
 LIVING = f"{DELETED_LSN} IS NULL"
 """The condition of the rows that the source has."""
 
-
 _INTEGRAL = (ByteType, ShortType, IntegerType, LongType)
 
 
@@ -145,28 +144,17 @@ class Moment:
     @classmethod
     def of(cls, lsn: int, at: datetime) -> "Moment":
         """Return the moment of an LSN and a time."""
-        return cls(lsn, _timestamp(round(at.timestamp() * 1_000_000)))
+        return cls(lsn, f"timestamp_micros({round(at.timestamp() * 1_000_000)}L)")
 
 
-def last_truncate(events: "DataFrame") -> Moment:
-    """Return the last TRUNCATE among `events`, rows of raw that have one. Starts a job."""
-    newest = f"max(struct({COMMIT_LSN} AS lsn, unix_micros({COMMITTED_AT}) AS at)) AS newest"
-    found = events.where(f"{OP} = 'T'").selectExpr(newest).collect()[0]["newest"]
-    return Moment(found["lsn"], _timestamp(found["at"]))
-
-
-def _timestamp(microseconds: int) -> str:
-    return f"timestamp_micros({microseconds}L)"
-
-
-def emptied_bag(target: "DataFrame", steps: "DataFrame", truncate: Truncate, events: "DataFrame", shape: Shape) -> "DataFrame":
-    """Return the rows of `target`, a table without a key, after `steps` with a `truncate` among them, the last one of `events`."""
-    types, plain, moment = target.schema, replace(shape, keeps=False), last_truncate(events)
+def emptied_bag(target: "DataFrame", steps: "DataFrame", truncate: Truncate, shape: Shape) -> "DataFrame":
+    """Return the rows of `target`, a table without a key, after `steps`, the last TRUNCATE among which is `truncate`."""
+    types, plain = target.schema, replace(shape, keeps=False)
     there = living(target, types.names)
     before = f"{AT_LSN} < {truncate.lsn}L OR {AT_LSN} = {truncate.lsn}L AND {AT_ORDINAL} < {truncate.ordinal}L"
     had = bag.applied(bag.counted(steps.where(before), shape), there, shape)
     now = bag.applied(bag.counted(steps.where(f"NOT ({before})"), plain), there.limit(0), plain)
-    lost = _marked(had, moment)
+    lost = _marked(had, Moment(truncate.lsn, truncate.moment))
     return target.where(f"NOT ({LIVING})").unionByName(_as(lost, types)).unionByName(_as(_unmarked(now), types))
 
 

@@ -224,10 +224,14 @@ class TableState:
         """Whether the drain leaves out the table's changes: it is in `error` and has a gap."""
         return self.state == "error" and self.gap_lsn is not None
 
+    def option(self, name: str) -> Any:
+        """Return one of the table's options in force, None if it is not set."""
+        return None if self.options is None else json.loads(self.options).get(name)
+
     @property
     def policy(self) -> str:
         """What a change of the table's columns leads to, by its options in force (`on_schema_change`)."""
-        return PROPAGATE if self.options is None else json.loads(self.options).get("on_schema_change", PROPAGATE)
+        return self.option("on_schema_change") or PROPAGATE
 
     @property
     def trouble(self) -> str | None:

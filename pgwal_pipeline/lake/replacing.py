@@ -145,7 +145,7 @@ def _with_events(
     rows = base.snapshot_rows(source, snapshot, shape, types, truncate)
     if short:
         rows = rows.localCheckpoint()
-    emptied = kept.last_truncate(events) if shape.keeps and truncate is not None else None
+    emptied = kept.Moment(truncate.lsn, truncate.moment) if shape.keeps and truncate is not None else None
     if shape.key:
         return *base.rows_of_keys(source, rows, steps, types, shape, request.traits), emptied
     return base.rows_of_bag(source, rows, steps, replaced(shape, keeps=False)), None, None, emptied

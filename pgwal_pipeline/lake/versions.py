@@ -8,7 +8,6 @@ it does not matter which one ends, so the oldest does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyspark.sql import functions as F  # noqa: N812
@@ -17,7 +16,7 @@ from pyspark.sql.types import StructType
 from pgwal_pipeline.lake import bag, fold
 from pgwal_pipeline.lake.bag import ROW, TAKEN
 from pgwal_pipeline.lake.columns import key_parts, literal, quote
-from pgwal_pipeline.lake.fold import AT_LSN, AT_ORDINAL, Shape, Traits
+from pgwal_pipeline.lake.fold import AT_LSN, AT_ORDINAL, Shape, Traits, Truncate
 from pgwal_pipeline.values.own_columns import (
     COMMIT_LSN,
     COMMITTED_AT,
@@ -25,9 +24,7 @@ from pgwal_pipeline.values.own_columns import (
     OLD_KEY,
     OP,
     OPEN,
-    ORDINAL,
     TEXT,
-    UNCHANGED,
     UNSEEN,
     VALID_FROM,
     VALID_FROM_LSN,
@@ -56,26 +53,6 @@ OWN = {
 """The columns that a history has besides the source's, in their order, with their types."""
 
 _END = "struct<lsn:bigint,ordinal:bigint,at:timestamp,op:string>"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Truncate:
-    """A TRUNCATE: its position and its transaction's commit time, in microseconds since 1970."""
-
-    lsn: int
-    ordinal: int
-    at: int
-
-    @property
-    def end(self) -> str:
-        """It as the end of a version."""
-        return f"struct({self.lsn}L AS lsn, {self.ordinal}L AS ordinal, timestamp_micros({self.at}L) AS at, 'T' AS op)"
-
-
-def truncates(rows: "DataFrame") -> list[Truncate]:
-    """Return the TRUNCATEs among rows of raw, in their order. Starts a job."""
-    found = rows.where(f"{OP} = 'T'").selectExpr(COMMIT_LSN, ORDINAL, f"unix_micros({COMMITTED_AT})").distinct().collect()
-    return sorted(Truncate(*row) for row in found)
 
 
 def of_keys(
@@ -132,7 +109,7 @@ def of_keys(
     found = to.selectExpr(*_row(shape, began), CLOSES)
     if not ended:
         return found
-    untouched = fold.matching(present, events, shape.key, "left_anti").selectExpr("*", f"{ended[0].end} AS _pgwal_to")
+    untouched = fold.matching(present, events, shape.key, "left_anti").selectExpr("*", f"{_end_by(ended[0])} AS _pgwal_to")
     return found.unionByName(untouched.selectExpr(*_of_present(shape), f"true AS {CLOSES}"))
 
 
@@ -168,7 +145,12 @@ def _cut(ended: Sequence[Truncate]) -> str:
 
 
 def _listed(ended: Sequence[Truncate]) -> str:
-    return f"array({', '.join(one.end for one in ended)})"
+    return f"array({', '.join(map(_end_by, ended))})"
+
+
+def _end_by(truncate: Truncate) -> str:
+    """A TRUNCATE as the end of a version."""
+    return f"struct({truncate.lsn}L AS lsn, {truncate.ordinal}L AS ordinal, {truncate.moment} AS at, 'T' AS op)"
 
 
 def _sooner(one: str, other: str) -> str:
@@ -179,7 +161,7 @@ def _sooner(one: str, other: str) -> str:
 
 def _earlier(end: str, ended: Sequence[Truncate]) -> str:
     """The end `end`, or the first TRUNCATE if that was earlier."""
-    return _sooner(ended[0].end, end) if ended else end
+    return _sooner(_end_by(ended[0]), end) if ended else end
 
 
 def _filled(events: "DataFrame", present: "DataFrame", types: StructType, shape: Shape, *, moving: bool = False) -> "DataFrame":
@@ -191,12 +173,10 @@ def _filled(events: "DataFrame", present: "DataFrame", types: StructType, shape:
     both = events.unionByName(fold.whole_rows(known, shape, f"CAST(NULL AS timestamp) AS {COMMITTED_AT}"))
     parts = key_parts(types, shape.key)
     if moving:
-        both = fold.with_lives(both, types, shape)
-        apart = "CASE WHEN _pgwal_life IS NULL THEN"
-        parts = ["_pgwal_life", *(f"{apart} {part} END" for part in ("_pgwal_birth_number", *parts))]
+        both, parts = fold.with_lives(both, types, shape), fold.of_life(types, shape)
     so_far = f"OVER (PARTITION BY {', '.join(parts)} ORDER BY {', '.join(fold.ORDER)} ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW)"
     movable = fold.may_be_unsent(types, shape)
-    sent = [f"last({one}, true) {so_far} AS _pgwal_v{number}" for number, one in enumerate(map(_sent, movable))]
+    sent = [f"last({one}, true) {so_far} AS _pgwal_v{number}" for number, one in enumerate(map(fold.sent_value, movable))]
     values = {name: f"_pgwal_v{number}.v AS {quote(name)}" for number, name in enumerate(movable)}
     unsent = f"{OP} IN ('I', 'U') AND {fold.unsent_names(movable)} IS NOT NULL"
     failure = f"CAST(raise_error({literal(fold.unsent_marker(shape.table))}) AS bigint)"
@@ -212,12 +192,6 @@ def _filled(events: "DataFrame", present: "DataFrame", types: StructType, shape:
             COMMITTED_AT,
         )
     )
-
-
-def _sent(name: str) -> str:
-    """The value and text of a column where a step has them, else null."""
-    sent = f"{OP} IN ('I', 'U', 'S') AND NOT coalesce(array_contains({UNCHANGED}, {literal(name)}), false)"
-    return f"CASE WHEN {sent} THEN struct({quote(name)} AS v, {TEXT}[{literal(name)}] AS t) END"
 
 
 def _with_old_keys(whole: "DataFrame", events: "DataFrame", shape: Shape) -> "DataFrame":

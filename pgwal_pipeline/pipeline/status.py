@@ -1,6 +1,5 @@
 """Report the state of the slot, the lake's frontier, the last publish and every table. Nothing is changed."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -85,7 +84,7 @@ def publish_due(ledger: Ledger) -> bool:
 
 def _history_due(state: TableState, now: datetime) -> bool:
     """Whether a table's option and its history do not agree, or the history may be tried again after a fault."""
-    wanted = state.options is not None and json.loads(state.options).get("history")
+    wanted = state.option("history")
     if state.history is None:
         return bool(wanted)
     if not wanted:

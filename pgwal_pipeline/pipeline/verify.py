@@ -18,7 +18,7 @@ from pgwal_pipeline.lake.delta import side_by_side
 from pgwal_pipeline.lake.faults import table_work
 from pgwal_pipeline.lake.fold import Shape
 from pgwal_pipeline.lake.layout import Lake
-from pgwal_pipeline.lake.ledger import Ledger
+from pgwal_pipeline.lake.ledger import Ledger, TableState
 from pgwal_pipeline.lake.records import Proof
 from pgwal_pipeline.lake.standing import written_rows
 from pgwal_pipeline.messages.errors import LakeError, SourceRefused, SourceUnavailable, TableError
@@ -86,7 +86,7 @@ def verify(
             pointer = published.tables.get(name)
             if pointer is None or pointer.version is None or name not in sources:
                 raise SourceRefused(f"Table {name} has no published current to compare with; `pgwal status` shows its state.")
-        comparing = Comparing(settings, lake, ledger, spark_factory, exported, lsn, files, published)
+        comparing = Comparing(settings, lake, ledger, ledger.tables(), spark_factory, exported, lsn, files, published)
         candidates = comparing.candidates(names)
         choice = Choice(tuple(names), {})
         if tables is None:
@@ -138,6 +138,7 @@ class Comparing:
     settings: Settings
     lake: Lake
     ledger: Ledger
+    states: Mapping[TableName, TableState]
     spark_factory: Callable[[], "SparkSession"]
     exported: str
     lsn: int
@@ -146,7 +147,7 @@ class Comparing:
 
     def candidates(self, names: Iterable[TableName]) -> dict[TableName, Candidate]:
         """Return the tables with how large they are and how far they are proven."""
-        states, proofs = self.ledger.tables(), self.ledger.proofs()
+        states, proofs = self.states, self.ledger.proofs()
 
         def of(name: TableName) -> Candidate:
             location = states[name].location if name in states else name
@@ -230,7 +231,7 @@ class Comparing:
     def _taken(self, source: PublishedTable) -> Taken:
         """What `current` takes of a table."""
         relation = source.relation
-        state = self.ledger.tables().get(relation.table)
+        state = self.states.get(relation.table)
         return Taken(relation, ()) if state is None else taken(replace(state, relation=relation))
 
     def _changed(self, source: PublishedTable, proof: Proof) -> compare.Comparison | None:

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from pgwal_pipeline.lake.as_of import parse_when, with_offset
 from pgwal_pipeline.messages.errors import LakeError, PgwalError, SettingError
 from pgwal_pipeline.published.state import PublishedState, PublishedTable, open_state
 from pgwal_pipeline.settings import Settings
-from pgwal_pipeline.values.lsn import format_lsn, parse_lsn
+from pgwal_pipeline.values.lsn import format_lsn
 from pgwal_pipeline.values.own_columns import COMMIT_LSN, RESERVED, TEXT, VALID_FROM, VALID_FROM_LSN, VALID_TO, VALID_TO_LSN
 from pgwal_pipeline.values.relation import TableName
 
@@ -50,8 +51,7 @@ class TableAsOf:
         rows = readers.spark(session or readers.own_session(self.settings), self.at.path, self.at.version, text=False)
         if not self.is_history:
             return rows
-        valid = rows.where(f"{VALID_FROM_LSN} <= {self.position} AND ({VALID_TO_LSN} IS NULL OR {VALID_TO_LSN} > {self.position})")
-        return valid.selectExpr(
+        return rows.where(_valid_in_sql(self.position)).selectExpr(
             *(f"{VALID_FROM_LSN} AS {COMMIT_LSN}" if name == VALID_FROM_LSN else quote(name) for name in past_columns(self._dataset))
         )
 
@@ -106,6 +106,11 @@ def valid_at(position: int) -> Any:
     return (pads.field(VALID_FROM_LSN) <= position) & (ended.is_null() | (ended > position))
 
 
+def _valid_in_sql(position: int) -> str:
+    """The same in SQL."""
+    return f"{VALID_FROM_LSN} <= {position} AND ({VALID_TO_LSN} IS NULL OR {VALID_TO_LSN} > {position})"
+
+
 def table_as_of(state: PublishedState, name: str, when: str | datetime) -> TableAsOf:
     """Return a table as it was; see `PublishedState.as_of`."""
     try:
@@ -156,17 +161,10 @@ def _require_kept(state: PublishedState, table: TableName, known: "KeptHistory",
 
 def _parsed(when: str | datetime) -> int | datetime:
     """An LSN as an integer, or a time. Raises SettingError."""
-    if isinstance(when, datetime):
-        return when if when.tzinfo is not None else when.replace(tzinfo=UTC)
-    try:
-        return parse_lsn(when)
-    except ValueError:
-        pass
-    try:
-        moment = datetime.fromisoformat(when)
-    except ValueError:
-        raise SettingError(f"{when!r} is no LSN such as 16/B374D848 and no time such as 2026-01-31T12:00:00Z.") from None
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    at = with_offset(when) if isinstance(when, datetime) else parse_when(when)
+    if at is None:
+        raise SettingError(f"{when!r} is no LSN such as 16/B374D848 and no time such as 2026-01-31T12:00:00Z.")
+    return at
 
 
 def _position(at: PublishedTable, table: TableName, moment: datetime) -> int:
@@ -203,14 +201,10 @@ class PastState:
         """Make a history a view of the connection, with the rows that were valid then."""
         from pgwal_pipeline.published import quoting, readers
 
-        hidden = f"{RESERVED}{number}"
-        connection.register(hidden, dataset)
-        connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quoting.name(name.schema)}")
         columns = ", ".join(
             f"{VALID_FROM_LSN} AS {COMMIT_LSN}" if column == VALID_FROM_LSN else quoting.name(column) for column in past_columns(dataset)
         )
-        valid = f"{VALID_FROM_LSN} <= {self.position} AND ({VALID_TO_LSN} IS NULL OR {VALID_TO_LSN} > {self.position})"
-        connection.execute(f"CREATE VIEW {readers.view_of(name)} AS SELECT {columns} FROM {quoting.name(hidden)} WHERE {valid}")
+        readers.show(connection, name, dataset, number, columns, _valid_in_sql(self.position))
 
 
 def state_as_of(settings: Settings, when: str) -> "PublishedState | PastState":

@@ -125,12 +125,15 @@ def show_all(connection: "DuckDBPyConnection", datasets: Mapping[TableName, Tabl
             (make or show)(connection, name, dataset, number)
 
 
-def show(connection: "DuckDBPyConnection", name: TableName, dataset: Any, number: int) -> None:
-    """Make `dataset` a view `"schema"."table"` of the connection; `number` is its own there."""
+def show(connection: "DuckDBPyConnection", name: TableName, dataset: Any, number: int, columns: str = "*", condition: str = "true") -> None:
+    """Make `dataset` a view `"schema"."table"` of the connection; `number` is its own there.
+
+    The view has those `columns` of the rows that meet the `condition`, both as SQL.
+    """
     hidden = f"{RESERVED}{number}"
     connection.register(hidden, dataset)
     connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quoting.name(name.schema)}")
-    connection.execute(f"CREATE VIEW {view_of(name)} AS FROM {quoting.name(hidden)}")
+    connection.execute(f"CREATE VIEW {view_of(name)} AS SELECT {columns} FROM {quoting.name(hidden)} WHERE {condition}")
 
 
 def view_of(name: TableName) -> str:

@@ -1,6 +1,7 @@
 """What the tests of `current` have in common: requests for the tables of a folder, and what is read back, by delta-rs and not by Spark."""
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -87,12 +88,14 @@ def write_events(path: Path, columns: Mapping[str, pa.DataType], events: Sequenc
         unsent, xid = [*more, *([], 200)[len(more) :]]
         own = {"op": op, "commit_lsn": lsn, "ordinal": ordinal, "xid": xid, "unchanged": unsent or None}
         own["window"] = window_key((lsn // 1000 + 1) * 1000)
+        own["committed_at"] = datetime.fromtimestamp(lsn, UTC)
         plain.append({**_plain(columns, values), **{f"_pgwal_{name}": value for name, value in own.items()}})
     own_fields = [
         ("_pgwal_op", pa.string()),
         ("_pgwal_commit_lsn", pa.int64()),
         ("_pgwal_ordinal", pa.int64()),
         ("_pgwal_xid", pa.int64()),
+        ("_pgwal_committed_at", pa.timestamp("us", "UTC")),
         ("_pgwal_unchanged", pa.list_(pa.string())),
         ("_pgwal_window", pa.string()),
     ]
