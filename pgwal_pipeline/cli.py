@@ -288,13 +288,14 @@ def accept(tables: tuple[str, ...], as_json: bool) -> None:
 def preview(file: Path, as_json: bool) -> None:
     """Try a migration in a copy of the source's structure: what would be read again, what would be lost. Exit 3 for either."""
     with _quiet_stdout():
-        settings = _settings()
+        source = _source()
+        settings = _settings(source)
         from pgwal_pipeline.pipeline import preview as previews
 
         found = previews.preview(settings, file)
         from pgwal_pipeline.lineage import columns_lost
 
-        lost, warnings = columns_lost(settings, previews.lost_columns(found))
+        lost, warnings = columns_lost(source.names(), previews.lost_columns(found))
     answer = found.to_json(lost, warnings)
 
     def lines() -> Iterator[str]:

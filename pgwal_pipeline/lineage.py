@@ -3,7 +3,6 @@
 import importlib
 import os
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,17 +11,17 @@ from typing import Any
 import dagster as dg
 
 from pgwal_pipeline.asset_specs import CURRENT, LAYER, LINEAGE, TABLE, AssetNames
-from pgwal_pipeline.settings import Settings
+from pgwal_pipeline.sources import project_file, project_of
 from pgwal_pipeline.values.relation import TableName
 
 Column = tuple[dg.AssetKey, str]
 
 
-def columns_lost(settings: Settings, lost: Iterable[tuple[TableName, str]]) -> tuple[list[dict[str, str]], list[str]]:
+def columns_lost(names: AssetNames, lost: Iterable[tuple[TableName, str]]) -> tuple[list[dict[str, str]], list[str]]:
     """Return the columns of assets that lose their source if the columns `lost` of tables are gone, and warnings.
 
-    They are those of `current`, and what the lineage of other assets says comes from these: that of the definitions of the project in the
-    working directory, and that of the newest materializations in Dagster's instance.
+    They are those of `current`, which `names` has the keys of, and what the lineage of other assets says comes from these: that of the
+    definitions of the Dagster project around the working directory, and that of the newest materializations in Dagster's instance.
     """
     gone = list(lost)
     if not gone:
@@ -37,7 +36,6 @@ def columns_lost(settings: Settings, lost: Iterable[tuple[TableName, str]]) -> t
             for column, upstream in lineage.deps_by_column.items():
                 for dep in upstream:
                     deps.setdefault((dep.asset_key, dep.column_name), set()).add((key, column))
-    names = AssetNames(settings.slot)
     found: dict[Column, str] = {}
     for table, column in gone:
         source = f"{table}.{column}"
@@ -76,16 +74,14 @@ def _of_instance() -> Iterator[tuple[dg.AssetKey, Mapping[str, Any]]]:
 
 
 def _definitions() -> tuple[dg.Definitions | None, list[str]]:
-    """The definitions of the Dagster project in the working directory, if it has one and it loads; and warnings."""
-    try:
-        project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8")).get("tool", {})
-    except (OSError, ValueError):
+    """The definitions of the Dagster project around the working directory, if there is one and it loads; and warnings."""
+    file = project_file()
+    project = {} if file is None or file.suffix != ".toml" else project_of(file) or {}
+    root = project.get("root_module")
+    module = project.get("module_name") or (root and f"{root}.definitions")
+    if file is None or not isinstance(module, str):
         return None, []
-    root = project.get("dg", {}).get("project", {}).get("root_module")
-    module = project.get("dagster", {}).get("module_name") or (root and f"{root}.definitions")
-    if not isinstance(module, str):
-        return None, []
-    for place in (str(Path("src").absolute()), str(Path().absolute())):
+    for place in (str(file.parent / "src"), str(file.parent)):
         if place not in sys.path:
             sys.path.insert(0, place)
     try:

@@ -20,6 +20,7 @@ from pgwal_pipeline.settings import Settings
 if TYPE_CHECKING:
     import dagster as dg
 
+    from pgwal_pipeline.asset_specs import AssetNames
     from pgwal_pipeline.components.cdc import PostgresCdcComponent
 
 _PACKAGE = Path(__file__).parent
@@ -32,12 +33,13 @@ _OF_ASSETS = frozenset({"key_prefix", "owners", "translation", "translator"})
 class Source:
     """A source of the code location. `name` is empty for the one without a name.
 
-    `given` gives its settings, `load` the definitions of its jobs.
+    `given` gives its settings, `load` the definitions of its jobs, `names` the names of its tables' assets.
     """
 
     name: str
     given: Callable[[], SourceSettings] = field(repr=False)
     load: "Callable[[], dg.Definitions]" = field(repr=False)
+    names: "Callable[[], AssetNames]" = field(repr=False)
 
     def environment(self) -> dict[str, str]:
         """Return the variables that a process for this source alone would have. Raises SettingError, also for an unset DSN of its own."""
@@ -58,10 +60,10 @@ def choose(name: str | None = None) -> Source:
     Raises SettingError if there is none of that name, or if there are several and none is named; PgwalError if the code location does not
     load.
     """
-    place = _project()
+    place = project_file()
     if name is None and place is None and _has_one_source_of_the_environment():
         return own()
-    found = [Source(component.name, component.given, component.jobs) for component in _components(place)]
+    found = [Source(component.name, component.given, component.jobs, component.names) for component in _components(place)]
     if not found and name is None:
         return own()
     if name is None and len(found) == 1:
@@ -78,17 +80,17 @@ def choose(name: str | None = None) -> Source:
 
 def own() -> Source:
     """Return the source of this package: the one without a name, with the settings of the environment."""
-    return Source("", SourceSettings, _own_jobs)
+    return Source("", SourceSettings, lambda: _own_component().jobs(), lambda: _own_component().names())
 
 
-def _own_jobs() -> "dg.Definitions":
-    """Return the definitions of the jobs alone: those of the component in `defs/` that has no name."""
+def _own_component() -> "PostgresCdcComponent":
+    """Return the component in `defs/` that has no name."""
     import dagster as dg
 
     from pgwal_pipeline.components.cdc import PostgresCdcComponent
 
     tree = dg.ComponentTree.for_project(_PACKAGE)
-    return next(component.jobs() for component in tree.get_all_components(of_type=PostgresCdcComponent) if not component.name)
+    return next(component for component in tree.get_all_components(of_type=PostgresCdcComponent) if not component.name)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -98,7 +100,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"the source{'s' if len(shown) > 1 else ''} {', '.join(shown)}"
 
 
-def _project() -> Path | None:
+def project_file() -> Path | None:
     """Return the file that says what the code location of the working directory is, None for this package's own.
 
     As `dg` does, folders above are searched too; a `workspace.yaml` counts in the working directory itself, as for `dagster`.
@@ -109,14 +111,14 @@ def _project() -> Path | None:
         return None
     for place in (folder, *folder.parents):
         for path in (place / "dg.toml", place / "pyproject.toml"):
-            project = _of_dagster(path)
+            project = project_of(path)
             if project is not None:
                 return None if project.get("root_module") == _PACKAGE.name else path
     workspace = folder / "workspace.yaml"
     return workspace if workspace.is_file() else None
 
 
-def _of_dagster(path: Path) -> Mapping[str, Any] | None:
+def project_of(path: Path) -> Mapping[str, Any] | None:
     """Return what a file says of a Dagster project, None if it says nothing. Raises SettingError for a file that cannot be read."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -121,6 +121,10 @@ class PostgresCdcComponent(SettingAttributes, dg.StateBackedComponent, dg.Resolv
         source = self._source(self._remembered())
         return dg.Definitions(jobs=build_jobs(source, Steps.of(source)).all(), resources=self._resources(source))
 
+    def names(self) -> AssetNames:
+        """Return the names of its tables' assets. Raises SettingError as `given` does."""
+        return self._source(self._remembered()).names
+
     def given(self) -> SourceSettings:
         """Return its settings: what it was given, over the environment. Raises SettingError for a wrong name or attribute."""
         return self._settings
