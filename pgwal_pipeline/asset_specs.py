@@ -190,94 +190,75 @@ class AssetSpecs:
 
     def raw(self, known: KnownTable) -> dg.AssetSpec:
         """Return the spec of the raw table."""
-        source = self.names.source(known.table)
-        return dg.AssetSpec(
-            self.names.raw(known.table),
-            deps=[source],
-            group_name=RAW,
-            kinds={"postgres", "deltalake"},
-            owners=self.owners,
-            description=_described(
-                known,
-                f"Every committed change of {code_span(str(known.table))}, exactly once, in an append-only Delta table. "
-                "A partition is a window of the write-ahead log; its key is the end LSN.",
-            ),
-            metadata=_named(RAW, known)
-            | self._stored(
-                known, self.lake.raw(known.location), _lake_schema(known, _RAW_COLUMNS), {name: [source] for name in _names(known)}
-            ),
+        return self._of_lake(
+            RAW,
+            known,
+            f"Every committed change of {code_span(str(known.table))}, exactly once, in an append-only Delta table. "
+            "A partition is a window of the write-ahead log; its key is the end LSN.",
+            self.lake.raw(known.location),
+            _lake_schema(known, _RAW_COLUMNS),
+            [dg.AssetDep(self.names.source(known.table))],
         )
 
     def snapshot(self, known: KnownTable) -> dg.AssetSpec:
         """Return the spec of the snapshot table."""
-        source = self.names.source(known.table)
-        return dg.AssetSpec(
-            self.names.snapshot(known.table),
-            deps=[source],
-            group_name=SNAPSHOT,
-            kinds={"postgres", "deltalake"},
-            owners=self.owners,
-            description=_described(
-                known,
-                f"The rows that {code_span(str(known.table))} had when the pipeline began to follow its changes, read in chunks while the "
-                "stream goes on. Materialize it to read the table again.",
-            ),
-            metadata=_named(SNAPSHOT, known)
-            | self._stored(
-                known,
-                self.lake.snapshot(known.location),
-                _lake_schema(known, _CURRENT_COLUMNS[1:]),
-                {name: [source] for name in _names(known)},
-            ),
+        return self._of_lake(
+            SNAPSHOT,
+            known,
+            f"The rows that {code_span(str(known.table))} had when the pipeline began to follow its changes, read in chunks while the "
+            "stream goes on. Materialize it to read the table again.",
+            self.lake.snapshot(known.location),
+            _lake_schema(known, _CURRENT_COLUMNS[1:]),
+            [dg.AssetDep(self.names.source(known.table))],
         )
 
     def current(self, known: KnownTable) -> dg.AssetSpec:
         """Return the spec of the current table."""
-        raw, snapshot = self.names.raw(known.table), self.names.snapshot(known.table)
-        return dg.AssetSpec(
-            self.names.current(known.table),
-            # No partitions: the lag sensor decides when a publish is due. With partitions Dagster would show a table as out of sync for
-            # every window without a change of it.
-            deps=[dg.AssetDep(raw, partition_mapping=dg.SpecificPartitionsPartitionMapping([])), snapshot],
-            group_name=CURRENT,
-            kinds={"pyspark", "deltalake"},
-            owners=self.owners,
-            description=_described(
-                known,
-                f"{code_span(str(known.table))} as it was in Postgres at the newest publish. "
-                "All current tables are at the same LSN: joining them shows one state of the source.",
-            ),
-            metadata=_named(CURRENT, known)
-            | self._stored(
-                known,
-                self.lake.current(known.location),
-                current_schema(known, deleted=self.options.of(known.table).keeps_deleted),
-                {name: [raw, snapshot] for name in _names(known)},
-            )
-            | ({} if self.catalog is None else {"dagster/table_name": str(self.catalog.of(known.table))}),
+        spec = self._of_lake(
+            CURRENT,
+            known,
+            f"{code_span(str(known.table))} as it was in Postgres at the newest publish. "
+            "All current tables are at the same LSN: joining them shows one state of the source.",
+            self.lake.current(known.location),
+            current_schema(known, deleted=self.options.of(known.table).keeps_deleted),
+            self._published_from(known),
         )
+        return spec if self.catalog is None else spec.merge_attributes(metadata={"dagster/table_name": str(self.catalog.of(known.table))})
 
     def history(self, known: KnownTable) -> dg.AssetSpec:
         """Return the spec of the history, which is kept of tables with that option."""
-        raw, snapshot = self.names.raw(known.table), self.names.snapshot(known.table)
+        return self._of_lake(
+            HISTORY,
+            known,
+            f"Every version of every row of {code_span(str(known.table))}, with the commits between which it was valid. "
+            "It is at the LSN of the current tables.",
+            self.lake.history(known.location),
+            _lake_schema(known, _HISTORY_COLUMNS),
+            self._published_from(known),
+        )
+
+    def _published_from(self, known: KnownTable) -> list[dg.AssetDep]:
+        """What a publish makes its tables of.
+
+        No partitions: the lag sensor decides when a publish is due. With partitions Dagster would show a table as out of sync for every
+        window without a change of it.
+        """
+        raw = dg.AssetDep(self.names.raw(known.table), partition_mapping=dg.SpecificPartitionsPartitionMapping([]))
+        return [raw, dg.AssetDep(self.names.snapshot(known.table))]
+
+    def _of_lake(
+        self, layer: Layer, known: KnownTable, description: str, path: str, schema: dg.TableSchema, deps: Sequence[dg.AssetDep]
+    ) -> dg.AssetSpec:
+        """The spec of a Delta table at `path`. Each of the source's columns comes from the same column of all `deps`."""
+        upstream = [dep.asset_key for dep in deps]
         return dg.AssetSpec(
-            self.names.history(known.table),
-            deps=[dg.AssetDep(raw, partition_mapping=dg.SpecificPartitionsPartitionMapping([])), snapshot],
-            group_name=HISTORY,
-            kinds={"pyspark", "deltalake"},
+            self.names.of(layer, known.table),
+            deps=deps,
+            group_name=layer,
+            kinds={"postgres" if layer in (RAW, SNAPSHOT) else "pyspark", "deltalake"},
             owners=self.owners,
-            description=_described(
-                known,
-                f"Every version of every row of {code_span(str(known.table))}, with the commits between which it was valid. "
-                "It is at the LSN of the current tables.",
-            ),
-            metadata=_named(HISTORY, known)
-            | self._stored(
-                known,
-                self.lake.history(known.location),
-                _lake_schema(known, _HISTORY_COLUMNS),
-                {name: [raw, snapshot] for name in _names(known)},
-            ),
+            description=_described(known, description),
+            metadata=_named(layer, known) | self._stored(known, path, schema, dict.fromkeys(_names(known), upstream)),
         )
 
     def _stored(self, known: KnownTable, path: str, schema: dg.TableSchema, lineage: Mapping[str, Sequence[dg.AssetKey]]) -> dict[str, Any]:
